@@ -1,14 +1,13 @@
-"""The configuration of a run: typed records, the command line, and rules that span fields.
+"""The configuration of a run: its keys, in typed records, and rules that span them.
 
 A key, with its default and comment: schema.py, algorithms.py, graders.py, tasks.py, alarms.py.
-A bound of a key: its type, on the field; types that several fields have are in bounds.py.
-A bound that another key of the record is: `UpTo("key")`, on the field.
+A bound of a key: its type, on the field. One that another key of the record is: `UpTo("key")`.
 Two settings that exclude or need each other: a row of conflicts.py.
 What sizes must divide: size_rules.py. Roles on devices: placement.py.
 A file, folder, function or package that must be there: paths.py.
 Any other rule of several keys: rules.py, which also lists all rules in their order.
-The words for a wrong type, bound or key: messages.py.
-Where a config comes from: loading.py. `--config.KEY=VALUE`: overrides.py.
+Where a config comes from: loading.py.
+What records are, their shared types, their messages and overrides: jaxrl_llm/typed_records/.
 """
 # ruff: noqa: F403
 
@@ -18,14 +17,14 @@ from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
 from jaxrl_llm.config.graders import *
 from jaxrl_llm.config.loading import *
-from jaxrl_llm.config.messages import *
-from jaxrl_llm.config.overrides import *
-from jaxrl_llm.config.python_objects import *
-from jaxrl_llm.config.records import *
 from jaxrl_llm.config.rules import *
 from jaxrl_llm.config.schema import *
 from jaxrl_llm.config.tasks import *
-from jaxrl_llm.config.tree import *
+from jaxrl_llm.typed_records.messages import *
+from jaxrl_llm.typed_records.overrides import *
+from jaxrl_llm.typed_records.python_objects import *
+from jaxrl_llm.typed_records.record import *
+from jaxrl_llm.typed_records.tree import *
 
 _REPLACED = {
     "FunctionConfig": "a record such as GRPO(clip_low=0.1) or ExactAnswer(), or "

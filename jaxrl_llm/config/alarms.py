@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Gt, Lt
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from jaxrl_llm.config.bounds import Fraction, NotNegative
-from jaxrl_llm.config.records import Record, field_names, validate
 from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.bounds import Fraction, NotNegative
+from jaxrl_llm.typed_records.record import Record, field_names, validate
 
 __all__ = ["Alarm", "AlarmsConfig"]
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Gt, Lt
 from pydantic import PlainValidator
 
-from jaxrl_llm.config.bounds import (
+from jaxrl_llm.config.thresholds import parse_threshold, rule_names
+from jaxrl_llm.typed_records.bounds import (
     Count,
     Fraction,
     Many,
@@ -22,8 +23,7 @@ from jaxrl_llm.config.bounds import (
     guess,
     tested,
 )
-from jaxrl_llm.config.records import Custom, Kind, kinds_of, one_of, records_in
-from jaxrl_llm.config.thresholds import parse_threshold, rule_names
+from jaxrl_llm.typed_records.record import Custom, Kind, kinds_of, one_of, records_in
 
 Aggregation = Literal[
     "token-mean",

@@ -7,7 +7,6 @@ its remedies are made from the row. tests/config/test_conflicts.py shows each ro
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxrl_llm.config.messages import Faults
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.config.schema import (
     AUTO,
@@ -19,7 +18,8 @@ from jaxrl_llm.config.schema import (
     is_offline,
 )
 from jaxrl_llm.config.tasks import Spread
-from jaxrl_llm.config.tree import as_text, default_at, every, is_empty, value_at
+from jaxrl_llm.typed_records.messages import Faults
+from jaxrl_llm.typed_records.tree import as_text, default_at, every, is_empty, value_at
 
 
 class Setting(NamedTuple):

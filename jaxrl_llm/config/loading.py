@@ -1,22 +1,31 @@
-"""Where a config comes from: a Python file, a packaged one, a run, or JSON."""
+"""Where a config comes from: a Python file, a packaged one, a run, or JSON; then overrides."""
 
 import importlib
 import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config.messages import ConfigError, explain
-from jaxrl_llm.config.overrides import Overrides, apply_overrides
-from jaxrl_llm.config.records import validate
 from jaxrl_llm.config.rules import check
 from jaxrl_llm.config.schema import Config
-from jaxrl_llm.config.tree import as_dict
 from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, shown, where
+from jaxrl_llm.typed_records.messages import ConfigError, explain
+from jaxrl_llm.typed_records.overrides import apply_override
+from jaxrl_llm.typed_records.record import validate
+from jaxrl_llm.typed_records.tree import as_dict
 
-__all__ = ["from_json", "load_config", "open_config", "packaged_configs", "to_json"]
+__all__ = [
+    "Overrides", "apply_overrides", "from_json", "load_config", "open_config", "packaged_configs",
+    "to_json",
+]  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 CONFIGS = "jaxrl_llm.configs"  # the packaged configs
+Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
 def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Config:
@@ -32,6 +41,53 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
     found = apply_overrides(found, overrides)
     check(found)
     return found
+
+
+def apply_overrides(config: Config, overrides: Overrides) -> Config:
+    """`config` with each override in order; rules that span fields are not checked.
+
+    Data of the overrides, files or a class, replaces the config's tasks, unless the overrides name
+    tasks too. A log line says so.
+    """
+    given: Any = overrides.items() if isinstance(overrides, Mapping) else overrides
+    pairs = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    keys: set[str] = set()
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            why = f"the overrides {shown(overrides)} are no dict and no list of pairs"
+            raise ConfigError(f"{why}: write {{'rollout.n': 8}}")
+        config = apply_override(config, *pair)
+        keys.add(pair[0])
+    return _with_files_for_tasks(config, keys)
+
+
+def _with_files_for_tasks(config: Config, keys: set[str]) -> Config:
+    """`config` without the tasks that data of `keys`, files or a class, replaces.
+
+    Held-out tasks belong to the training tasks: they go with them where no held-out data is given.
+    """
+
+    def names(field: str) -> bool:
+        return any(f"{key}.".startswith(f"data.{field}.") for key in keys)
+
+    data, gone = config.data, []
+    trains = [field for field in ("train_files", "dataset_class") if getattr(data, field)]
+    if any(map(names, trains)) and data.train_tasks and not names("train_tasks"):
+        gone.append("train_tasks")
+    holds_out = bool(names("val_files") and data.val_files)
+    if data.val_tasks and not names("val_tasks") and (holds_out or gone and not names("val_files")):
+        gone.append("val_tasks")
+    for field in gone:
+        config = apply_override(config, f"data.{field}", ())
+    if gone:
+        fields = " and ".join(f"config.data.{field}" for field in gone)
+        _log.warning(
+            "your data replaces the tasks of the config, %s; to use both, name tasks too: "
+            "--config.data.%s=[chain_sum]",
+            fields,
+            gone[0],
+        )
+    return config
 
 
 def packaged_configs() -> list[str]:

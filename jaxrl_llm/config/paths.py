@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl_llm.config.graders import Judge
-from jaxrl_llm.config.messages import Faults, fault_of
-from jaxrl_llm.config.python_objects import Given, GivenRows
-from jaxrl_llm.config.records import Custom
 from jaxrl_llm.config.schema import AdaptedSettings, Config, ModelSettings, SupervisedConfig
-from jaxrl_llm.config.tree import every, value_at
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name, nearest, nearest_file
+from jaxrl_llm.typed_records.messages import Faults, fault_of
+from jaxrl_llm.typed_records.python_objects import Given, GivenRows
+from jaxrl_llm.typed_records.record import Custom
+from jaxrl_llm.typed_records.tree import every, value_at
 
 # Trackers by their names in log.trackers, and the modules that they need. The extra of the package
 # has the tracker's name.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.config.messages import ConfigError
 from jaxrl_llm.config.schema import AUTO, Config, MeshConfig
 from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.messages import ConfigError
 
 ACTOR = "actor"
 ROLLOUT = "rollout"  # generation of the actor's samples

@@ -11,11 +11,8 @@ from typing import Any
 
 from jaxrl_llm.config import paths, size_rules
 from jaxrl_llm.config.algorithms import GDPO, Shared
-from jaxrl_llm.config.bounds import UpTo
 from jaxrl_llm.config.conflicts import conflicts
 from jaxrl_llm.config.graders import Code, Judge, MathAnswer, Remote
-from jaxrl_llm.config.messages import NO_KEY, ConfigError, Faults, fault_of, number_text
-from jaxrl_llm.config.records import Record, fields_of
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
@@ -25,7 +22,10 @@ from jaxrl_llm.config.schema import (
     is_offline,
 )
 from jaxrl_llm.config.thresholds import parse_rules
-from jaxrl_llm.config.tree import as_text, every, is_empty, value_at
+from jaxrl_llm.typed_records.bounds import UpTo
+from jaxrl_llm.typed_records.messages import NO_KEY, ConfigError, Faults, fault_of, number_text
+from jaxrl_llm.typed_records.record import Record, fields_of
+from jaxrl_llm.typed_records.tree import as_text, every, is_empty, value_at
 
 __all__ = ["check"]
 

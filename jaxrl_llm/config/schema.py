@@ -13,7 +13,10 @@ from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
-from jaxrl_llm.config.bounds import (
+from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
+from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
+from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.bounds import (
     BelowOne,
     Count,
     EndTime,
@@ -32,11 +35,8 @@ from jaxrl_llm.config.bounds import (
     guess,
     tested,
 )
-from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
-from jaxrl_llm.config.python_objects import Rows
-from jaxrl_llm.config.records import Record, records_in, validate
-from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
-from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.python_objects import Rows
+from jaxrl_llm.typed_records.record import Record, records_in, validate
 
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.bounds import MOST
-from jaxrl_llm.config.messages import Faults
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig, is_offline
-from jaxrl_llm.config.tree import every, value_at
+from jaxrl_llm.typed_records.bounds import MOST
+from jaxrl_llm.typed_records.messages import Faults
+from jaxrl_llm.typed_records.tree import every, value_at
 
 MOST_DEVICES = 2**20
 REPLICAS = ("data", "pipeline", "fsdp", "expert")  # the axes of the mesh that split a batch

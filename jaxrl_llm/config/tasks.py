@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from jaxrl_llm.config.bounds import UpTo, Whole
-from jaxrl_llm.config.records import Custom, Kind, field_names, kinds_of, one_of, records_in
+from jaxrl_llm.typed_records.bounds import UpTo, Whole
+from jaxrl_llm.typed_records.record import Custom, Kind, field_names, kinds_of, one_of, records_in
 
 Digits = Annotated[int, Ge(1), Le(18)]
 

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.graders import GRADERS
-from jaxrl_llm.config.messages import explain
 from jaxrl_llm.config.paths import tracker_fault
-from jaxrl_llm.config.records import field_names, fields_of, validate
-from jaxrl_llm.config.tree import as_dict
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
 from jaxrl_llm.data_files import HUB, check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name
+from jaxrl_llm.typed_records.messages import explain
+from jaxrl_llm.typed_records.record import field_names, fields_of, validate
+from jaxrl_llm.typed_records.tree import as_dict
 
 ALGORITHM = "algorithm."
 

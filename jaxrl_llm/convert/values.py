@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.overrides import split_entries
+from jaxrl_llm.typed_records.overrides import split_entries
 
 WORDS = {
     "true": True,

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.config import Config, ConfigError, apply_override
-from jaxrl_llm.config.bounds import Text
 from jaxrl_llm.convert.conversion import Conversion, answer, convert, rows_of, rule_of
 from jaxrl_llm.convert.rules import NotNeeded, Ours, Source, many
 from jaxrl_llm.convert.shell import read_command, remedy, unknown_in, without_unknown
 from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.convert.verl import DEFAULTS, VERL
 from jaxrl_llm.convert.verl_sft import SFT_DEFAULTS, VERL_SFT
+from jaxrl_llm.typed_records.bounds import Text
 
 RL = re.compile(r"(^|[./])(main_ppo\w*|main_dapo)(\.py)?$")
 SFT = re.compile(r"(^|[./])(fsdp_)?sft_trainer\w*(\.py)?$")

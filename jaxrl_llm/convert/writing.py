@@ -6,9 +6,9 @@ from dataclasses import MISSING
 from typing import Any
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.config.records import Record, fields_of
 from jaxrl_llm.convert.conversion import Conversion, Converted
 from jaxrl_llm.convert.rules import NoCounterpart
+from jaxrl_llm.typed_records.record import Record, fields_of
 
 WIDTH = 100
 

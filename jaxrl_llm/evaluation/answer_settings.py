@@ -8,10 +8,10 @@ from typing import Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config.bounds import Count, NotNegative, Probability, Whole
-from jaxrl_llm.config.messages import ConfigError, explain
-from jaxrl_llm.config.records import Record, validate
 from jaxrl_llm.config.schema import StopTexts
+from jaxrl_llm.typed_records.bounds import Count, NotNegative, Probability, Whole
+from jaxrl_llm.typed_records.messages import ConfigError, explain
+from jaxrl_llm.typed_records.record import Record, validate
 
 S = TypeVar("S", bound=Record)
 

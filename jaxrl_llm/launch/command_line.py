@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxrl_llm.config import Config, ConfigError, load_config, packaged_configs
-from jaxrl_llm.config.tree import key_that_ends_in
 from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.tree import key_that_ends_in
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,9 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan
 
 from jaxrl_llm.config.algorithms import ALGORITHMS
-from jaxrl_llm.config.bounds import MOST, UpTo
 from jaxrl_llm.config.graders import GRADERS
-from jaxrl_llm.config.records import Custom, Kind, Record, fields_of
 from jaxrl_llm.config.schema import (
     Config,
     ExtraModelConfig,
@@ -32,7 +30,9 @@ from jaxrl_llm.config.schema import (
     TeacherConfig,
 )
 from jaxrl_llm.config.tasks import PRIORITIES, TASKS
-from jaxrl_llm.config.tree import as_dict
+from jaxrl_llm.typed_records.bounds import MOST, UpTo
+from jaxrl_llm.typed_records.record import Custom, Kind, Record, fields_of
+from jaxrl_llm.typed_records.tree import as_dict
 
 # Records that a key holds only where it is set, or in a list: (title, begin of the keys, record).
 OPTIONAL: tuple[tuple[str, str, type[Record]], ...] = (

@@ -9,12 +9,12 @@ from typing import Any
 
 from jaxrl_llm.checkpoint.layout import find_model_path, is_complete
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
-from jaxrl_llm.config.tree import every
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.config_json import bad_value, read_config_json
 from jaxrl_llm.models.families import config_from_hf, hf_names
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.plan.hybrids import check_hybrids
+from jaxrl_llm.typed_records.tree import every
 
 
 def check_models(config: Config) -> None:

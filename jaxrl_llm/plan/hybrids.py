@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig, ModelSettings
-from jaxrl_llm.config.tree import every
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.typed_records.tree import every
 
 _ROLES = {"reward.model": "reward"}  # of keys that are not the name of their role
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.bounds import end_time
+from jaxrl_llm.typed_records.bounds import end_time
 
 # Epoch seconds of a job's start. A launcher sets it, so that restarts do not move the end.
 STARTED = "JAXRL_STARTED"

@@ -8,9 +8,9 @@ import pytest
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, NodeGroup, load_config
 from jaxrl_llm.config.loading import from_json, to_json
-from jaxrl_llm.config.overrides import apply_override
 from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.distributed.placement import numbers_of_roles, sizes_of_nodes
+from jaxrl_llm.typed_records.overrides import apply_override
 
 TWO_OF_TWO = ((0, 1), (2, 3))  # the numbers of the devices of each node
 GROUPS = {"train": NodeGroup(count=2, gpus_per_node=2), "inference": NodeGroup(gpus_per_node=2)}

@@ -20,13 +20,13 @@ from jaxrl_llm.config import (
     load_config,
 )
 from jaxrl_llm.config.placement import devices_of_roles
-from jaxrl_llm.config.records import Kind, Record, fields_of, validate
 from jaxrl_llm.config.rules import bounds_by_keys
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.config.size_rules import closest, closest_batch, divisors
 from jaxrl_llm.launch.arguments import functions
 from jaxrl_llm.planner.lengths import lengths_in
 from jaxrl_llm.references import is_file, is_folder, nearest_file
+from jaxrl_llm.typed_records.record import Kind, Record, fields_of, validate
 
 # The numbers that may be infinite: a bound that infinity switches off.
 UNBOUNDED = {"OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth", "PPO.cliprange_value"}
@@ -46,7 +46,8 @@ def accepts(cls: Any, name: str, value: Any) -> bool:
 
 
 def test_no_number_is_nan_and_few_may_be_infinite():
-    ours = [cls for cls in records() if cls.__module__.startswith("jaxrl_llm.config.")]
+    rooms = ("jaxrl_llm.config.", "jaxrl_llm.typed_records.")
+    ours = [cls for cls in records() if cls.__module__.startswith(rooms)]
     of_lists = {"reward.weights": [math.nan], "algorithm.reward_weights": [math.inf]}
     infinite = set()
     for cls in ours:

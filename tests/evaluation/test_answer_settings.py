@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.records import field_names
 from jaxrl_llm.evaluation.answer_settings import (
     AnswerKeys,
     AnswerSettings,
@@ -12,6 +11,7 @@ from jaxrl_llm.evaluation.answer_settings import (
     StreamSettings,
     read_settings,
 )
+from jaxrl_llm.typed_records.record import field_names
 
 
 def test_keyword_arguments_are_the_settings():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from jaxrl_llm.config import Config, RewardConfig, RewardModelConfig, SupervisedConfig
 from jaxrl_llm.config.algorithms import ALGORITHMS
-from jaxrl_llm.config.tree import leaf_keys
 from jaxrl_llm.launch.config_keys import GIVEN, comments, help_text, page, sections
+from jaxrl_llm.typed_records.tree import leaf_keys
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.config import AlarmsConfig, Config, ConfigError, apply_override, open_config
-from jaxrl_llm.config.records import field_names
 from jaxrl_llm.observability.alarms import REARM, Alarms, Event, repeated_share, watchers
+from jaxrl_llm.typed_records.record import field_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 HELD_OUT = "val-core/sums/reward/mean@1"

@@ -14,6 +14,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         *(("types",), ("numerics",), ("object_digests",)),
         ("references", "data_files", "chat_template", "token_bytes"),
     ],
+    [("typed_records",)],
     [("config",)],
     [
         *(("kernels",), ("distributed",), ("algorithms",), ("observability",)),
@@ -115,12 +116,13 @@ def test_the_bottom_needs_no_jax():
     """A bad config is answered before jax is imported: the files that do so never import it."""
     package = ROOT / "jaxrl_llm"
     bottom = ("references", "data_files", "object_digests")
-    files = (package / f"{name}.py" for name in bottom)
-    for file in (*files, *(package / "config").glob("*.py")):
+    rooms = ("typed_records", "config")
+    files = [package / f"{name}.py" for name in bottom]
+    for file in (*files, *(file for room in rooms for file in (package / room).glob("*.py"))):
         name = module_name(file)
         tree = ast.parse(file.read_text())
         for line, target in imported_modules(tree, name, file.name == "__init__.py"):
-            room = room_name(target) in (None, "config", *bottom)
+            room = room_name(target) in (None, *rooms, *bottom)
             assert room and target.split(".")[0] != "jax", f"{file}:{line} imports {target}"
 
 

@@ -8,8 +8,8 @@ import pytest
 from tiny_run import REPOSITORY, TinyRun
 
 from jaxrl_llm.config import ConfigError, load_config
-from jaxrl_llm.config.bounds import end_time
 from jaxrl_llm.supervision.deadline import MARGIN_S, STARTED, Deadline, read_deadline, start_time
+from jaxrl_llm.typed_records.bounds import end_time
 
 
 @pytest.mark.parametrize(

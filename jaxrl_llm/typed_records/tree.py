@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from jaxrl_llm.config.messages import MOST_SHOWN
-from jaxrl_llm.config.records import Kind, Record, fields_of
+from jaxrl_llm.typed_records.messages import MOST_SHOWN
+from jaxrl_llm.typed_records.record import Kind, Record, fields_of
 
 __all__ = ["as_dict", "differences"]
 

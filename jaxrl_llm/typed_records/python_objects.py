@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from jaxrl_llm.config.bounds import Count, none_word
-from jaxrl_llm.config.records import Custom, Record
 from jaxrl_llm.object_digests import function_digest, rows_digest
+from jaxrl_llm.typed_records.bounds import Count, none_word
+from jaxrl_llm.typed_records.record import Custom, Record
 
 __all__ = ["Given", "GivenRows"]
 

@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
-from jaxrl_llm.config.bounds import LARGEST, SMALLEST, FreeDict
-from jaxrl_llm.config.messages import EXPECTED, LACKS, MOST_SHOWN, UNKNOWN, ConfigError
 from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.bounds import LARGEST, SMALLEST, FreeDict
+from jaxrl_llm.typed_records.messages import EXPECTED, LACKS, MOST_SHOWN, UNKNOWN, ConfigError
 
 __all__ = ["Custom", "Kind", "Record"]
 

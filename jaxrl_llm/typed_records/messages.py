@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config.bounds import Text
 from jaxrl_llm.references import nearest, shown
+from jaxrl_llm.typed_records.bounds import Text
 
 __all__ = ["ConfigError", "UnknownKeyError"]
 

@@ -1,82 +1,30 @@
-"""Overrides of a config: a dotted key with its value, which may be text of a command line."""
+"""An override of a config: a dotted key with its value, which may be text of a command line."""
 
-import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config.bounds import Text
-from jaxrl_llm.config.messages import ConfigError, UnknownKeyError, explain
-from jaxrl_llm.config.python_objects import GivenRows
-from jaxrl_llm.config.records import Custom, Kind, Record, classes_in, fields_of, validate
-from jaxrl_llm.config.schema import Config
-from jaxrl_llm.config.tree import key_that_ends_in
 from jaxrl_llm.references import nearest, shown
+from jaxrl_llm.typed_records.bounds import Text
+from jaxrl_llm.typed_records.messages import ConfigError, UnknownKeyError, explain
+from jaxrl_llm.typed_records.python_objects import GivenRows
+from jaxrl_llm.typed_records.record import Custom, Kind, Record, classes_in, fields_of, validate
+from jaxrl_llm.typed_records.tree import key_that_ends_in
 
-__all__ = ["Overrides", "apply_override", "apply_overrides"]
+__all__ = ["apply_override"]
 
-_log = logging.getLogger(__name__)
-
-Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
-
-
-def apply_overrides(config: Config, overrides: Overrides) -> Config:
-    """`config` with each override in order; rules that span fields are not checked.
-
-    Data of the overrides, files or a class, replaces the config's tasks, unless the overrides name
-    tasks too. A log line says so.
-    """
-    given: Any = overrides.items() if isinstance(overrides, Mapping) else overrides
-    pairs = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    keys: set[str] = set()
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            why = f"the overrides {shown(overrides)} are no dict and no list of pairs"
-            raise ConfigError(f"{why}: write {{'rollout.n': 8}}")
-        config = apply_override(config, *pair)
-        keys.add(pair[0])
-    return _with_files_for_tasks(config, keys)
+R = TypeVar("R", bound=Record)
 
 
-def _with_files_for_tasks(config: Config, keys: set[str]) -> Config:
-    """`config` without the tasks that data of `keys`, files or a class, replaces.
-
-    Held-out tasks belong to the training tasks: they go with them where no held-out data is given.
-    """
-
-    def names(field: str) -> bool:
-        return any(f"{key}.".startswith(f"data.{field}.") for key in keys)
-
-    data, gone = config.data, []
-    trains = [field for field in ("train_files", "dataset_class") if getattr(data, field)]
-    if any(map(names, trains)) and data.train_tasks and not names("train_tasks"):
-        gone.append("train_tasks")
-    holds_out = bool(names("val_files") and data.val_files)
-    if data.val_tasks and not names("val_tasks") and (holds_out or gone and not names("val_files")):
-        gone.append("val_tasks")
-    for field in gone:
-        config = apply_override(config, f"data.{field}", ())
-    if gone:
-        fields = " and ".join(f"config.data.{field}" for field in gone)
-        _log.warning(
-            "your data replaces the tasks of the config, %s; to use both, name tasks too: "
-            "--config.data.%s=[chain_sum]",
-            fields,
-            gone[0],
-        )
-    return config
-
-
-def apply_override(config: Config, key: str, value: Any) -> Config:
+def apply_override(config: R, key: str, value: Any) -> R:
     """`config` with the `value` at the dotted `key` (without "config."); text is read."""
     if not isinstance(key, str):
         raise ConfigError(f"the key of an override is {shown(key)}: give text such as 'rollout.n'")
     return _set(config, key.split("."), value, "config", config)
 
 
-def _set(node: Any, parts: list[str], text: Any, key: str, root: Config) -> Any:
+def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
     """`node` with the value that `parts` leads to replaced; `key` is how far we are."""
     part, rest, raw = parts[0], parts[1:], False
     below = f"{key}.{part}"
@@ -119,7 +67,7 @@ def _default(annotation: Any, key: str) -> Any:
     raise ConfigError(f"{key} is a single value and has no keys below it")
 
 
-def _unknown(node: Record, parts: list[str], text: str, key: str, root: Config) -> ConfigError:
+def _unknown(node: Record, parts: list[str], text: str, key: str, root: Record) -> ConfigError:
     """The error for an unknown part of `key`, with the nearest key here, else anywhere."""
     part, rest = parts[0], parts[1:]
     known = fields_of(node)

@@ -13,7 +13,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.config_json import bad_value, read_config_json
 from jaxrl_llm.models.families import config_from_hf, hf_names
 from jaxrl_llm.models.lora_targets import chosen_modules
-from jaxrl_llm.plan.hybrids import check_hybrids
+from jaxrl_llm.plan.model_rules import check_hybrids
 from jaxrl_llm.typed_records.tree import every
 
 

@@ -40,7 +40,7 @@ from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Metrics, Params, params_of
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
-from jaxrl_llm.plan.mixtures import check_mixtures, router_loss
+from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import (
     ModelSource,
     base_settings,
@@ -49,7 +49,14 @@ from jaxrl_llm.plan.models import (
     learner_spec,
 )
 from jaxrl_llm.plan.program import Program
-from jaxrl_llm.plan.roles import BASE, Role, UpdateSizes, make_role, reference_role
+from jaxrl_llm.plan.roles import (
+    BASE,
+    Role,
+    UpdateSizes,
+    make_role,
+    reference_role,
+    router_loss,
+)
 from jaxrl_llm.plan.stages import ModelStage, Update
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import OFFLINE_FIELDS, OfflineBatch, TokenBatch
@@ -284,7 +291,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     )
     name = f"update_{learner.name}"
     catalogue.append(_update(learner, algorithm, micro_batches, name, config, seed=config.seed))
-    check_mixtures(config, {learner.name: learner})
+    check_roles(config, {learner.name: learner})
     stages = plan(catalogue, fields=OFFLINE)
     return OfflinePlan(
         config=config,

@@ -21,7 +21,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.plan.dataflow import Segment, Stage, States, segments
 from jaxrl_llm.plan.generating import ASKED, older_fields
-from jaxrl_llm.plan.mixtures import check_mixtures
+from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import ModelSource, stops_of
 from jaxrl_llm.plan.online_stages import (
     Planning,
@@ -366,7 +366,7 @@ def plan_iteration(
     collecting = group(collected)
     used = {name for stage in planned for name in (stage.role, *stage.shares)}
     roles = {name: role for name, role in roles.items() if name in used}
-    check_mixtures(config, roles)
+    check_roles(config, roles)
     shardings = {name: role.shardings for name, role in roles.items()}
     make_program = partial(
         Program,

@@ -19,9 +19,15 @@ from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, plan
 from jaxrl_llm.plan.generating import ContinueResponses, Generate, GenerateGreedily, Generation
-from jaxrl_llm.plan.mixtures import replays_routes, router_loss
 from jaxrl_llm.plan.program import Program
-from jaxrl_llm.plan.roles import TEACHER, Role, UpdateSizes, update_sizes
+from jaxrl_llm.plan.roles import (
+    TEACHER,
+    Role,
+    UpdateSizes,
+    replays_routes,
+    router_loss,
+    update_sizes,
+)
 from jaxrl_llm.plan.scores import (
     HostReward,
     ModelScores,

@@ -30,6 +30,7 @@ from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.train_state import (
     Adapted,
     Params,
@@ -581,3 +582,24 @@ def reference_role(
     )
     spec: ModelSpec = spec_of(source, "causal_lm", settings)
     return _place_role("reference", spec, settings, config, own_mesh, mesh)
+
+
+# ------------------------------------------------------------------------- mixtures of experts
+
+
+def replays_routes(config: Config, actor: Role) -> bool:
+    """Whether the actor's tokens take the experts in its passes that they had in the rollout."""
+    return config.rollout.routing_replay and actor.spec.config.mixture is not None
+
+
+def router_loss(config: Config, role: Role) -> RouterLoss:
+    """The router losses in an update of `role`; the coefficients are the actor's."""
+    if role.spec.config.mixture is None or role.name != "actor":
+        return RouterLoss()
+    actor = config.actor
+    return RouterLoss(
+        aux_coef=actor.router_aux_loss_coef,
+        by_layer=actor.router_aux_loss_by_layer,
+        z_coef=actor.router_z_loss_coef,
+        bias_rate=actor.router_bias_rate,
+    )

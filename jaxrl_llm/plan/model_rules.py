@@ -1,0 +1,150 @@
+"""Settings that a role's model does not work with, or cannot use. Imports no jax.
+
+The plan of a run asks for all roles. `launch/described_models.py` asks before jax is imported.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig, ModelSettings
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.families import check_family
+from jaxrl_llm.typed_records.tree import every
+
+if TYPE_CHECKING:  # it imports jax
+    from jaxrl_llm.plan.roles import Role
+
+_ROLES = {"reward.model": "reward"}  # of keys that are not the name of their role
+_ROUTER_KEYS = {  # what switches each off
+    "router_aux_loss_coef": "0",
+    "router_z_loss_coef": "0",
+    "router_bias_rate": "0",
+    "router_aux_loss_by_layer": "False",
+}
+
+
+def check_roles(config: Config, roles: "Mapping[str, Role]") -> None:
+    """Raises: ConfigError for settings that a role's model does not work with, or cannot use."""
+    check_hybrids(config, {name: role.spec.config for name, role in roles.items()})
+    for name, role in roles.items():
+        check_family(role.spec.config, role.spec.kind)
+        if role.spec.config.mixture is not None:
+            _check_mixture(config, name)
+        _check_attention(role)
+    mixtures = [role for role in roles.values() if role.spec.config.mixture is not None]
+    if config.mesh.expert > 1 and not mixtures:
+        raise ConfigError(
+            f"config.mesh.expert={config.mesh.expert}: no model of the run has experts; "
+            f"--config.mesh.expert=1 --config.mesh.fsdp={config.mesh.fsdp * config.mesh.expert} "
+            "works"
+        )
+    actor = roles.get("actor")
+    _check_router_keys(config, actor)
+
+
+def _check_router_keys(config: Config, actor: "Role | None") -> None:
+    """Raises: ConfigError for keys of routers that are not there, or do not learn."""
+    keys = [key for key in _ROUTER_KEYS if getattr(config.actor, key)]
+    given = ", ".join(f"config.actor.{key}={getattr(config.actor, key)}" for key in keys)
+    works = " ".join(f"--config.actor.{key}={_ROUTER_KEYS[key]}" for key in keys) + " works"
+    if keys and (actor is None or actor.spec.config.mixture is None):
+        raise ConfigError(
+            f"{given}: the model that learns has no routers, so nothing would change; {works}"
+        )
+    _check_scores(config, actor)
+
+
+def _check_scores(config: Config, actor: "Role | None") -> None:
+    """Raises: ConfigError for a key of the other kind of router."""
+    mixture = None if actor is None else actor.spec.config.mixture
+    if mixture is None:
+        return
+    other = "router_bias_rate" if mixture.scores == "softmax" else "router_z_loss_coef"
+    if value := getattr(config.actor, other):
+        raise ConfigError(
+            f"config.actor.{other}={value}: the router's scores are a {mixture.scores}, which has "
+            f"no such {'bias' if 'bias' in other else 'loss'}; --config.actor.{other}=0 works"
+        )
+
+
+def _check_mixture(config: Config, name: str) -> None:
+    """Raises: ConfigError for what is not done for a model with experts."""
+    if config.rollout.quantization == "float8":
+        raise ConfigError(
+            "config.rollout.quantization=float8 does not work with a mixture of experts, which the "
+            f"model {name} is; --config.rollout.quantization=none works"
+        )
+
+
+def _check_attention(role: "Role") -> None:
+    """Raises: ConfigError for an attention without the model's sinks or soft cap."""
+    config = role.spec.config
+    features = {
+        "attention sinks": config.attention_sinks,
+        "a soft cap": config.attention_softcap is not None,
+    }
+    for what in (name for name, given in features.items() if given):
+        if "cudnn" in (role.forward.attention, role.passes.attention):
+            raise ConfigError(
+                f"attention=cudnn does not work with {what}, which the model {role.name} has; "
+                "set attention=auto of it, such as --config.actor.attention=auto"
+            )
+
+
+# ------------------------------------------------------------------------- gated delta rules
+
+
+def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> None:
+    """Raises: ConfigError with a remedy for a setting that a hybrid model does not work with.
+
+    `models` are those of roles by name, or by key in the config; None has the actor's, or is not
+    known.
+    """
+    for name, model in models.items():
+        if model is None or model.delta is None:
+            continue
+        heads = model.delta.key_heads
+        for given, works in (*_refused(config, name), *_indivisible(config, name, heads)):
+            raise ConfigError(
+                f"config.{given} does not work with layers of a gated delta rule, which the model "
+                f"{name} has; --config.{works} works"
+            )
+
+
+def _refused(config: Config, name: str) -> Iterator[tuple[str, str]]:
+    """The settings of this config that a hybrid model `name` refuses, and what to set instead."""
+    mesh, fsdp = config.mesh, config.mesh.fsdp
+    for axis in ("sequence", "pipeline"):
+        if (size := getattr(mesh, axis)) > 1:
+            yield f"mesh.{axis}={size}", f"mesh.{axis}=1 --config.mesh.fsdp={fsdp * size}"
+    if config.exact == "strict":
+        yield "exact=strict", "exact=repeatable"
+    if config.rollout.quantization == "float8" and name == "actor":
+        yield "rollout.quantization=float8", "rollout.quantization=none"
+
+
+def _settings_of(config: Config, name: str) -> Iterator[tuple[str, ModelSettings]]:
+    """The settings of the model `name`, and of the roles that have the actor's."""
+    for key, settings in every(config, ModelSettings):
+        own = settings.path or settings.hf_config
+        role = settings.name if isinstance(settings, ExtraModelConfig) else _ROLES.get(key, key)
+        if name in (key, role) or (name == "actor" and not own):
+            yield key, settings
+
+
+def _indivisible(config: Config, name: str, key_heads: int) -> Iterator[tuple[str, str]]:
+    """Tensor sizes that do not divide the heads of keys, and with them those of values."""
+    mesh, own = config.mesh, {key: each.tensor for key, each in _settings_of(config, name)}
+    sizes = {f"{key}.tensor": size for key, size in own.items()}
+    sizes["mesh.passes.tensor"] = mesh.passes.tensor
+    if name == "actor":
+        sizes["mesh.generation.tensor"] = mesh.generation.tensor
+    if not own or not all(own.values()):
+        sizes["mesh.tensor"] = mesh.tensor
+    for key, size in sizes.items():
+        if size and key_heads % size:
+            fits = math.gcd(size, key_heads)
+            # All devices stay in the mesh.
+            more = f" --config.mesh.fsdp={mesh.fsdp * size // fits}" if key == "mesh.tensor" else ""
+            yield f"{key}={size} with {key_heads} key heads", f"{key}={fits}{more}"

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.compiling.ahead import Compilers
+from jaxrl_llm.compiling.chain import Chain, work_of
 from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.data.packing import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
@@ -44,8 +46,6 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.plan.chain import Chain, work_of
-from jaxrl_llm.plan.compiling import Compilers
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import memory_guard
 from jaxrl_llm.plan.models import stops_of
@@ -218,7 +218,7 @@ class Validator:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answering:
-    """The program that answers a batch of prompts, and the pieces of it: see `plan.chain.Chain`."""
+    """The program that answers a batch of prompts, and its pieces: see `compiling/chain.py`."""
 
     role: Role
     dtype: str

@@ -132,8 +132,8 @@ def _is_one_of_several() -> bool:
 
 def _compiles() -> bool:
     """Whether Python would wait at the exit for programs, up to minutes."""
-    compiling = sys.modules.get("jaxrl_llm.plan.compiling")
-    return compiling is not None and compiling.compiles_ahead()
+    ahead = sys.modules.get("jaxrl_llm.compiling.ahead")
+    return ahead is not None and ahead.compiles_ahead()
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,23 +1,19 @@
-"""Guards of a run, on by default: finite gradients, no hidden copies, no second compilation."""
+"""Guards of a run, on by default: finite gradients, memory that suffices, no hidden copies."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import monitoring
 
 from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.learner.losses import tree_names
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import Segment
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's event, also of what it reads
 SHOWN = 5
 VALIDATION = "validation"  # name of the program of held-out evaluation
 
@@ -140,36 +136,3 @@ def transfer_guard() -> Iterator[None]:
         jax.transfer_guard_device_to_device("disallow"),
     ):
         yield
-
-
-@dataclass
-class CompileCounter:
-    """Programs that XLA compiled (or read from the compile cache) since `start`, by name."""
-
-    names: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-    @property
-    def count(self) -> int:
-        return self.names.total()
-
-    def programs(self, name: str) -> int:
-        """How often the jitted function `name` was compiled."""
-        return self.names[f"jit({name})"] + self.names[name]
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == COMPILED:
-            self.names[str(kwargs.get("fun_name", "?"))] += 1
-            self.seconds += duration_secs
-
-
-@contextmanager
-def count_compilations() -> Iterator[CompileCounter]:
-    """Count the compilations inside: `with count_compilations() as c: step(); c.count`."""
-    counter = CompileCounter()
-    listen = counter._listen
-    monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield counter
-    finally:
-        monitoring.unregister_event_duration_listener(listen)

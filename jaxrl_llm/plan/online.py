@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
+from jaxrl_llm.compiling.stored import Start
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
@@ -35,7 +36,6 @@ from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, ROLLOUT_ROLE, Role, roles_of, rollout_role
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.plan.stages import KL_CONTROLLER
-from jaxrl_llm.plan.stored import Start
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import RolloutBatch
 

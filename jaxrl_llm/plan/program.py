@@ -2,7 +2,7 @@
 
 Consecutive device stages are one `jax.jit`: with a model reward the whole iteration is one
 program. The states of roles that learn are donated, so an update needs no second copy. On one
-device generation is cut where that compiles sooner: see chain.py.
+device generation is cut where that compiles sooner: see `compiling/chain.py`.
 """
 
 from collections import Counter
@@ -14,8 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.compiling.ahead import Compilers, Work
+from jaxrl_llm.compiling.chain import Chain, programs_of, setting_of, work_of
+from jaxrl_llm.compiling.stored import Start
 from jaxrl_llm.distributed.crossing import call, moved, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
@@ -30,12 +33,9 @@ from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.chain import Chain, chain_of, programs_of, setting_of, work_of
-from jaxrl_llm.plan.compiling import Compilers, Work
-from jaxrl_llm.plan.dataflow import Segment, Stage, States
+from jaxrl_llm.plan.dataflow import Pieces, Segment, Stage, States
 from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
-from jaxrl_llm.plan.stored import Start
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
@@ -404,7 +404,7 @@ class Program:
         alone = mesh.size == 1 and jax.process_count() == 1
         if alone and (pieces := segment.stages[0].pieces()) is not None:
             place, compilers = replicated(mesh), self._compilers
-            return chain_of(segment, pieces, place, out_shardings, options, compilers)
+            return _chain_of(segment, pieces, place, out_shardings, options, compilers)
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
@@ -585,3 +585,26 @@ class _Moves:
             self.bytes += field.nbytes
             self._moved[name, mesh] = field, found
         return found
+
+
+def _chain_of(
+    segment: Segment,
+    pieces: Pieces,
+    place: NamedSharding,
+    out_shardings: Any,
+    compiler_options: dict[str, Any] | None,
+    compilers: Compilers,
+) -> Chain:
+    """`segment.iteration` as a chain; `pieces` are those of its first stage."""
+    return Chain(
+        segment.iteration,
+        partial(segment.begin, pieces),
+        [partial(segment.go_on, pieces, number) for number in range(pieces.count)],
+        partial(segment.end, pieces),
+        num_arguments=4,
+        donated=(0,),
+        place=place,
+        out_shardings=out_shardings,
+        compiler_options=compiler_options,
+        compilers=compilers,
+    )

@@ -23,10 +23,10 @@ from jaxrl_llm.checkpoint.identity import (
     model_record,
     package_versions,
 )
+from jaxrl_llm.compiling.stored import Start, settings_of_jax
 from jaxrl_llm.config import Config
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.roles import Role
-from jaxrl_llm.plan.stored import Start, settings_of_jax
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.typed_records.tree import as_dict

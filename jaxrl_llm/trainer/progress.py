@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxrl_llm.compiling.counting import CompileCounter
 from jaxrl_llm.config import Config, PairwiseRewardModel, RewardRegression
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.distributed.multihost import gather_objects, is_main, sum_over_processes
@@ -13,7 +14,6 @@ from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Segment
-from jaxrl_llm.plan.guards import CompileCounter
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.plan.program import PROGRAM

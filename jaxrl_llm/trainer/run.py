@@ -16,6 +16,7 @@ from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
+from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.config import Config, ConfigError, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
@@ -31,7 +32,6 @@ from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.alarms import Alarms
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import CompileCounter, count_compilations
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online

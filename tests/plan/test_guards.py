@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.plan.guards import count_compilations, nonfinite_values, transfer_guard
+from jaxrl_llm.compiling.counting import count_compilations
+from jaxrl_llm.plan.guards import nonfinite_values, transfer_guard
 
 
 def test_compilations_are_counted_by_name():

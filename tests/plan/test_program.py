@@ -20,6 +20,8 @@ from tiny_iteration import first_states, open_iteration, random_params, run_step
 from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
+from jaxrl_llm.compiling import ahead
+from jaxrl_llm.compiling.counting import count_compilations
 from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import make_global
@@ -27,9 +29,9 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan import compiling, generating, stages
+from jaxrl_llm.plan import generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
-from jaxrl_llm.plan.guards import OutOfMemory, count_compilations, memory_guard
+from jaxrl_llm.plan.guards import OutOfMemory, memory_guard
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.run import train
@@ -207,7 +209,7 @@ def test_the_first_program_is_compiled_while_the_next_one_is_traced(monkeypatch)
         assert compiled.wait(20)
         return x
 
-    monkeypatch.setattr(compiling, "_compile", compile_one)
+    monkeypatch.setattr(ahead, "_compile", compile_one)
     first = device_stage("first", "prompt_lengths", "old_logprobs")
     last = OfOneField(name="last", fn=fn, given=("scores",), writes=("returns",))
     program = Program(
@@ -230,10 +232,10 @@ import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.plan import compiling
+from jaxrl_llm.compiling import ahead
 
 def main(_):
-    compiling._compile = lambda *_: time.sleep(60)
+    ahead._compile = lambda *_: time.sleep(60)
     one = Program(
         segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
         mesh=make_mesh(devices=jax.devices()[:1]),

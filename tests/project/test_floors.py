@@ -20,7 +20,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         *(("kernels",), ("distributed",), ("algorithms",), ("observability",)),
         *(("tokenizer",), ("convert",)),
     ],
-    [("models",), ("report",)],
+    [("models",), ("report",), ("compiling",)],
     [("data",), ("rewards",), ("generation",), ("checkpoint",)],
     [("learner",)],
     [("plan",)],

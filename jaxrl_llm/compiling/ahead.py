@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import monitoring
 
-from jaxrl_llm.plan.guards import COMPILED
-from jaxrl_llm.plan.stored import Start, StoredPrograms, UnreadableProgram
+from jaxrl_llm.compiling.counting import COMPILED
+from jaxrl_llm.compiling.stored import Start, StoredPrograms, UnreadableProgram
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

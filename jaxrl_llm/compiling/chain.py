@@ -12,15 +12,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.plan.compiling import Compilers, Link, Run, Work
-from jaxrl_llm.plan.dataflow import Pieces, Segment
+from jaxrl_llm.compiling.ahead import Compilers, Link, Run, Work
 
 
 class Chain:
-    """What `jax.jit` of `whole` is, for a function that is cut: see `dataflow.Pieces`.
+    """What `jax.jit` of `whole` is, for a function that is cut.
 
-    `begin`, those of `middle` and `end` take the arguments of `whole`; then `middle` also takes
-    what `Pieces` calls kept, passed and moved, and `end` what it calls passed.
+    `begin`, those of `middle` and `end` take the arguments of `whole`. `begin` returns what each
+    of `middle` reads (kept), and what each of them replaces (passed and moved, which is donated).
+    `middle` also takes these three, and `end` what is passed.
     """
 
     def __init__(
@@ -96,29 +96,6 @@ class Chain:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place, weak_type=weak)
 
         return jax.tree.map(one, tree)
-
-
-def chain_of(
-    segment: Segment,
-    pieces: Pieces,
-    place: NamedSharding,
-    out_shardings: Any,
-    compiler_options: dict[str, Any] | None,
-    compilers: Compilers,
-) -> Chain:
-    """`segment.iteration` as a chain; `pieces` are those of its first stage."""
-    return Chain(
-        segment.iteration,
-        partial(segment.begin, pieces),
-        [partial(segment.go_on, pieces, number) for number in range(pieces.count)],
-        partial(segment.end, pieces),
-        num_arguments=4,
-        donated=(0,),
-        place=place,
-        out_shardings=out_shardings,
-        compiler_options=compiler_options,
-        compilers=compilers,
-    )
 
 
 def work_of(

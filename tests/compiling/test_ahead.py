@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxrl_llm.plan import compiling, stored
-from jaxrl_llm.plan.compiling import Compilers, StalePrograms, Work
-from jaxrl_llm.plan.stored import Start, StoredPrograms, UnreadableProgram
+from jaxrl_llm.compiling import ahead, stored
+from jaxrl_llm.compiling.ahead import Compilers, StalePrograms, Work
+from jaxrl_llm.compiling.stored import Start, StoredPrograms, UnreadableProgram
 
 TIMEOUT_S = 20
 
@@ -62,7 +62,7 @@ def folder(tmp_path, monkeypatch):
             raise UnreadableProgram("cut")
         return f"read {text}"
 
-    monkeypatch.setattr(compiling, "times_kernels", lambda: True)
+    monkeypatch.setattr(ahead, "times_kernels", lambda: True)
     monkeypatch.setattr(StoredPrograms, "save", save)
     monkeypatch.setattr(StoredPrograms, "load", load)
     before = jax.config.jax_compilation_cache_dir

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from jaxrl_llm.launch.library import export as export
     from jaxrl_llm.launch.library import open_model as open_model
     from jaxrl_llm.launch.library import train as train
-    from jaxrl_llm.trainer.callbacks import Callback as Callback
-    from jaxrl_llm.trainer.callbacks import Sample as Sample
-    from jaxrl_llm.trainer.callbacks import StepReport as StepReport
+    from jaxrl_llm.supervision.callbacks import Callback as Callback
+    from jaxrl_llm.supervision.callbacks import Sample as Sample
+    from jaxrl_llm.supervision.callbacks import StepReport as StepReport
     from jaxrl_llm.trainer.progress import Summary as Summary
     from jaxrl_llm.types import Completion as Completion
 
@@ -33,11 +33,11 @@ _HOMES = {
     "packaged_configs": "config",
     "to_json": "config",
     "Answer": "evaluation.answering",
-    "Callback": "trainer.callbacks",
+    "Callback": "supervision.callbacks",
     "Completion": "types",
     "OpenModel": "evaluation.answering",
-    "Sample": "trainer.callbacks",
-    "StepReport": "trainer.callbacks",
+    "Sample": "supervision.callbacks",
+    "StepReport": "supervision.callbacks",
     "Summary": "trainer.progress",
 }
 

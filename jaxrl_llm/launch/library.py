@@ -32,7 +32,7 @@ from jaxrl_llm.references import is_file, is_folder
 
 if TYPE_CHECKING:  # these import jax
     from jaxrl_llm.evaluation.answering import OpenModel
-    from jaxrl_llm.trainer.callbacks import Callback
+    from jaxrl_llm.supervision.callbacks import Callback
     from jaxrl_llm.trainer.progress import Summary
 
 Reward = Callable[..., Any] | Custom | Grader | str

@@ -27,8 +27,8 @@ from jaxrl_llm.observability.tracker import (
 )
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.report.refresher import ReportRefresher
+from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.callbacks import Callbacks, Sample
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 

@@ -37,6 +37,7 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.supervision.alarming import AlarmBell
+from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, read_deadline
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
@@ -54,7 +55,6 @@ from jaxrl_llm.trainer.batches import (
     RecordBatches,
     load_offline_records,
 )
-from jaxrl_llm.trainer.callbacks import Callback, Callbacks
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.identity import about, about_lines, run_identity, start_of, write_about
 from jaxrl_llm.trainer.output import RunOutput

@@ -12,11 +12,11 @@ from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.supervision.alarming import AlarmBell
+from jaxrl_llm.supervision.callbacks import Callbacks
 from jaxrl_llm.supervision.communication import CommunicationReport
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.watchdog import BETWEEN, Watch
 from jaxrl_llm.trainer.batches import Batches
-from jaxrl_llm.trainer.callbacks import Callbacks
 from jaxrl_llm.trainer.output import MetricsLog
 from jaxrl_llm.trainer.progress import Clock, Plan, any_process
 

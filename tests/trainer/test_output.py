@@ -8,8 +8,8 @@ import pytest
 from tiny_iteration import tiny_config
 
 from jaxrl_llm.generation.stop_strings import Stops
+from jaxrl_llm.supervision.callbacks import Callbacks
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.callbacks import Callbacks
 from jaxrl_llm.trainer.output import RunOutput
 
 FAILING = """

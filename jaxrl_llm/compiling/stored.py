@@ -14,10 +14,14 @@ import hashlib
 import json
 import os
 import pickle
+import site
+import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -29,6 +33,7 @@ from jax.experimental import serialize_executable
 from jaxrl_llm.kernels.mosaic import find_kernel_runtime
 
 PROGRAMS, STARTS = "programs", "starts"  # folders of a compile cache
+PACKAGES = ("jaxrl_llm", "jaxrl_llm.models")  # whose code decides programs
 DIGEST = 32  # bytes of a digest in front of an executable
 MOST_BYTES = 10 * 10**9  # of all executables, where jax has no limit for its own cache
 # What was used or written in this time stays: a start reads its programs, or writes them.
@@ -168,6 +173,15 @@ class Start:
             _delete(self._file)
 
 
+def start_of(*known: Any) -> Start:
+    """The start of what `known` describes in JSON's types, by that, its code, and what jax reads.
+
+    The code is all of this package, and what was imported from outside of Python's own folders.
+    """
+    text = json.dumps([*known, settings_of_jax(), _code()], sort_keys=True, default=str)
+    return Start(hashlib.sha256(text.encode()).hexdigest()[:32])
+
+
 def settings_of_jax() -> list[Any]:
     """What decides how programs are lowered and compiled: options of jax and its environment."""
     read = {key: os.environ[key] for key in os.environ if key.startswith(("JAX_", "XLA_"))}
@@ -176,6 +190,27 @@ def settings_of_jax() -> list[Any]:
         {key: value for key, value in given.items() if "cache" not in key.lower()}
         for given in (read, options)
     ]
+
+
+def _code() -> dict[str, str]:
+    """The digest of each source file."""
+    packages = [Path(folder) for name in PACKAGES for folder in sys.modules[name].__path__]
+    files = {str(file): file for folder in packages for file in folder.rglob("*.py")}
+    theirs = {sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()}
+    for name, module in list(sys.modules.items()):
+        text = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        file = Path(text) if isinstance(text, str) else Path()
+        is_code = file.suffix == ".py" and file.is_absolute()
+        if is_code and not any(map(file.is_relative_to, theirs)):
+            files[name] = file
+    return {name: _digest(file) for name, file in files.items()}
+
+
+def _digest(file: Path) -> str:
+    """Empty for a file that is not there, such as one of a zip."""
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    return ""
 
 
 def _open_libraries() -> None:

@@ -1,6 +1,10 @@
 """Everything that a run writes or shows; process 0 alone writes metrics."""
 
 import dataclasses
+import json
+import os
+import platform
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +15,7 @@ from types import TracebackType
 import jax
 import numpy as np
 
+from jaxrl_llm.checkpoint.identity import package_versions
 from jaxrl_llm.config import Config, as_dict
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.evaluation.evaluate import Validation
@@ -26,12 +31,15 @@ from jaxrl_llm.observability.tracker import (
     Tracker,
 )
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
+from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
+ABOUT = "about.json"
 GLOBAL_STEP = "training/global_step"
 TRAININGS = ("warmup", "teacher", "reward_model")  # that a run begins with
 TOKEN_FIELDS = ("old_logprobs", "reference_logprobs", "values", "advantages")
@@ -366,3 +374,60 @@ class SupervisedOutput(MetricsLog):
     def stage(self, step: int, running: Sequence[str]) -> None:
         if self.console is not None:
             self.console.stage(step, running)
+
+
+# ------------------------------------------------------------------------- what the run is
+
+
+def about(
+    plan: Plan, *, run_dir: Path, num_train: int, num_held_out: int, step: int | None, steps: int
+) -> dict[str, str]:
+    """A line for each of: run, devices, model, data, versions. `step` is None for a new run."""
+    state = "new" if step is None else f"goes on from step {step}"
+    held_out = f", {num_held_out:,} held out" if num_held_out else ", none held out"
+    versions = package_versions()
+    return {
+        "run": f"{run_dir}, {state}, {steps:,} steps",
+        "devices": _devices(plan),
+        "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
+        "data": f"{num_train:,} training rows{held_out}",
+        "versions": f"jaxrl_llm {versions['jaxrl_llm']}, jax {versions['jax']}, "
+        f"Python {platform.python_version()}",
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def about_lines(found: dict[str, str]) -> str:
+    """`about` for the console."""
+    return "\n".join(f"{name:<9} {text}" for name, text in found.items() if name != "started")
+
+
+def write_about(folder: Path, found: dict[str, str]) -> None:
+    """Replace RUN/about.json, which the report shows."""
+    temporary = folder / f"{ABOUT}.tmp"
+    temporary.write_text(json.dumps(found, indent=2) + "\n")
+    os.replace(temporary, folder / ABOUT)
+
+
+def _devices(plan: Plan) -> str:
+    mesh = plan.learner.mesh
+    sizes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    along = f" ({', '.join(sizes)})" if sizes else ""
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{plan.num_devices} x {mesh.devices.flat[0].device_kind}{along}{processes}"
+
+
+def _model(name: str, role: Role) -> str:
+    config = role.spec.config
+    return (
+        f"{name} {config.family}, {parameters(role.spec.num_params)} parameters, "
+        f"{config.num_layers} layers, {role.forward.dtype}"
+    )
+
+
+def parameters(number: int) -> str:
+    """A number of parameters as people say it: 1.54 B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -17,7 +17,8 @@ from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
-from jaxrl_llm.config import Config, ConfigError, is_offline
+from jaxrl_llm.compiling.stored import Start, start_of
+from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
 from jaxrl_llm.distributed.multihost import barrier, is_main
@@ -56,8 +57,7 @@ from jaxrl_llm.trainer.batches import (
     load_offline_records,
 )
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
-from jaxrl_llm.trainer.identity import about, about_lines, run_identity, start_of, write_about
-from jaxrl_llm.trainer.output import RunOutput
+from jaxrl_llm.trainer.output import RunOutput, about, about_lines, write_about
 from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
 from jaxrl_llm.trainer.rewarding import open_reward
 from jaxrl_llm.trainer.states import (
@@ -68,9 +68,12 @@ from jaxrl_llm.trainer.states import (
     from_items,
     has_supervised,
     read_bases,
+    run_identity,
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
+
+NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
 
 
 def train(
@@ -543,7 +546,7 @@ def open_plan_and_data(
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
-        plan.trace(start_of(config, plan, tokenizer) if begins else None)
+        plan.trace(_start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
     data = RunData(
@@ -553,6 +556,12 @@ def open_plan_and_data(
 
 
 # ------------------------------------------------------------------------- folders
+
+
+def _start_of(config: Config, plan: Plan, tokenizer: Tokenizer) -> Start:
+    """The start of a run, by what of its config and its identity decides programs."""
+    given = {key: value for key, value in as_dict(config).items() if key not in NOT_IN_PROGRAMS}
+    return start_of(given, run_identity(plan, tokenizer))
 
 
 def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:

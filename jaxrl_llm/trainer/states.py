@@ -1,4 +1,4 @@
-"""The first states of a run's roles, their shape in a checkpoint, and the bases of adapters."""
+"""The first states of a run's roles, what a checkpoint has of them, and the bases of adapters."""
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
@@ -11,6 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.build import build_offline
+from jaxrl_llm.checkpoint.identity import (
+    LEARNER,
+    MODELS,
+    SETTING,
+    TOKENIZER,
+    model_record,
+    package_versions,
+)
+from jaxrl_llm.checkpoint.identity import Record as Identity
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
@@ -390,6 +399,44 @@ class _Supervised:
 
 
 # ------------------------------------------------------------------------- checkpoints
+
+
+def run_identity(plan: Plan, tokenizer: Tokenizer) -> Identity:
+    """What a checkpoint of this run is of. It is compared at a resume."""
+    roles = plan.roles | plan.bases
+    if isinstance(plan, OfflinePlan) and plan.reference is not None:
+        roles[plan.reference.name] = plan.reference
+    devices = plan.learner.mesh.devices
+    setting = {
+        **package_versions(),
+        "device": f"{devices.size} x {devices.flat[0].device_kind}",
+        "processes": str(jax.process_count()),
+        "mesh": _sizes(plan.learner),
+    }
+    for name, role in roles.items():
+        setting |= {f"{name}.{key}": value for key, value in _how(role).items()}
+    return {
+        MODELS: {name: model_record(role.spec, role.forward.dtype) for name, role in roles.items()},
+        TOKENIZER: tokenizer.digest(),
+        LEARNER: plan.learner.name,
+        SETTING: setting,
+    }
+
+
+def _sizes(role: Role) -> str:
+    found = [f"{axis}={size}" for axis, size in role.mesh.shape.items() if size > 1]
+    return " ".join(found) or "one device"
+
+
+def _how(role: Role) -> dict[str, str]:
+    """How a role is computed: the same function, up to rounding."""
+    forward = role.forward
+    return {
+        "attention": forward.attention,
+        "remat": forward.remat,
+        "scan_layers": str(forward.scan_layers).lower(),
+        "residual_dtype": forward.residual_dtype,
+    }
 
 
 def to_items(states: States, frozen: list[str]) -> dict[str, Any]:

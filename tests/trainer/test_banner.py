@@ -6,7 +6,7 @@ import pytest
 from tiny_run import TinyRun
 
 from jaxrl_llm.observability.trace import last_user_turn
-from jaxrl_llm.trainer.identity import parameters
+from jaxrl_llm.trainer.output import parameters
 from jaxrl_llm.types import Prompt
 
 

@@ -2,10 +2,7 @@
 
 A key, with its default and comment: schema.py, algorithms.py, graders.py, tasks.py, alarms.py.
 A bound of a key: its type, on the field. One that another key of the record is: `UpTo("key")`.
-Two settings that exclude or need each other: a row of conflicts.py.
-What sizes must divide: size_rules.py. Roles on devices: placement.py.
-A file, folder, function or package that must be there: paths.py.
-Any other rule of several keys: rules.py, which also lists all rules in their order.
+Rules that span keys, on conflicts, sizes and files: rules/. Roles on devices: placement.py.
 Where a config comes from: loading.py.
 What records are, their shared types, their messages and overrides: jaxrl_llm/typed_records/.
 """
@@ -17,7 +14,7 @@ from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
 from jaxrl_llm.config.graders import *
 from jaxrl_llm.config.loading import *
-from jaxrl_llm.config.rules import *
+from jaxrl_llm.config.rules.check import *
 from jaxrl_llm.config.schema import *
 from jaxrl_llm.config.tasks import *
 from jaxrl_llm.typed_records.messages import *

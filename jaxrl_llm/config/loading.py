@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config.rules import check
+from jaxrl_llm.config.rules.check import check
 from jaxrl_llm.config.schema import Config
 from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, shown, where
 from jaxrl_llm.typed_records.messages import ConfigError, explain

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.graders import GRADERS
-from jaxrl_llm.config.paths import tracker_fault
+from jaxrl_llm.config.rules.paths import tracker_fault
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
 from jaxrl_llm.data_files import HUB, check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxrl_llm.config.paths import PACKAGES
+from jaxrl_llm.config.rules.paths import PACKAGES
 from jaxrl_llm.references import load
 
 IDS = "trackers.json"  # in the run's folder: ids by tracker, under which a resumed run goes on

@@ -1,7 +1,7 @@
 """Errors of a config, in our words: what is wrong with a value, and one that works."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -46,20 +46,6 @@ _BOUNDS: dict[str, tuple[str, Callable[[float], float]]] = {
     "lt": ("below {}", lambda bound: bound / 2 if bound > 0 else bound - 1),
 }
 MOST_SHOWN = 200  # characters of a value in a message
-
-
-# Of a rule: "<KEY>: why its value cannot work; one that does". See rules.check.
-Faults = Iterator[str]
-NO_KEY = "\0"  # a "<" of a user's text
-
-
-def fault_of(test: Callable[[Any], object], value: Any) -> str:
-    """What a test that raises ValueError says; empty where it does not."""
-    try:
-        test(value)
-    except ValueError as error:
-        return str(error).replace("<", NO_KEY)
-    return ""
 
 
 def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:

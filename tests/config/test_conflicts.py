@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_llm.config import Config, ConfigError, apply_override, apply_overrides, load_config
-from jaxrl_llm.config.conflicts import Conflict, Setting, conflicts, pairs_of
+from jaxrl_llm.config.rules.conflicts import Conflict, Setting, conflicts, pairs_of
 
 # A model of each kind, so that there is every pair.
 MODELS = {

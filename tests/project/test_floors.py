@@ -118,7 +118,7 @@ def test_the_bottom_needs_no_jax():
     bottom = ("references", "data_files", "object_digests")
     rooms = ("typed_records", "config")
     files = [package / f"{name}.py" for name in bottom]
-    for file in (*files, *(file for room in rooms for file in (package / room).glob("*.py"))):
+    for file in (*files, *(file for room in rooms for file in (package / room).rglob("*.py"))):
         name = module_name(file)
         tree = ast.parse(file.read_text())
         for line, target in imported_modules(tree, name, file.name == "__init__.py"):

@@ -1,4 +1,4 @@
-"""Rules of sizes: what the mesh, the batches and the models must divide. See rules.py."""
+"""Rules of sizes: what the mesh, the batches and the models must divide."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
+from jaxrl_llm.config.rules import Faults
 from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig, is_offline
 from jaxrl_llm.typed_records.bounds import MOST
-from jaxrl_llm.typed_records.messages import Faults
 from jaxrl_llm.typed_records.tree import every, value_at
 
 MOST_DEVICES = 2**20

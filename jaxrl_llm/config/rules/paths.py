@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxrl_llm.config.graders import Judge
+from jaxrl_llm.config.rules import Faults, fault_of
 from jaxrl_llm.config.schema import AdaptedSettings, Config, ModelSettings, SupervisedConfig
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name, nearest, nearest_file
-from jaxrl_llm.typed_records.messages import Faults, fault_of
 from jaxrl_llm.typed_records.python_objects import Given, GivenRows
 from jaxrl_llm.typed_records.record import Custom
 from jaxrl_llm.typed_records.tree import every, value_at

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
+from jaxrl_llm.config.rules import Faults
 from jaxrl_llm.config.schema import (
     AUTO,
     AXES,
@@ -18,7 +19,6 @@ from jaxrl_llm.config.schema import (
     is_offline,
 )
 from jaxrl_llm.config.tasks import Spread
-from jaxrl_llm.typed_records.messages import Faults
 from jaxrl_llm.typed_records.tree import as_text, default_at, every, is_empty, value_at
 
 
@@ -48,7 +48,7 @@ class Conflict(NamedTuple):
     why: str
 
     def fault(self, config: Config) -> str:
-        """The sentence for a config in which both hold; rules.py says what <KEY> is."""
+        """The sentence for a config in which both hold; rules/__init__.py says what <KEY> is."""
         word = "without" if is_empty(value_at(config, self.other.key)) else "with"
         works = " or ".join(self.one.remedy(config) + self.other.remedy(config))
         keys = f"<{self.one.key}> does not work {word} <{self.other.key}>"

@@ -1,18 +1,14 @@
-"""Rules that span fields of a config, checked without jax in milliseconds.
-
-Bounds of one field stand on the field. A rule yields sentences: why a value cannot work, and one
-that does. In them <KEY> stands for config.KEY=VALUE. Rules of sizes are in size_rules.py.
-"""
+"""The check of a config by all rules in their order, and the rules of no other file."""
 
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.config import paths, size_rules
 from jaxrl_llm.config.algorithms import GDPO, Shared
-from jaxrl_llm.config.conflicts import conflicts
 from jaxrl_llm.config.graders import Code, Judge, MathAnswer, Remote
+from jaxrl_llm.config.rules import NO_KEY, Faults, fault_of, paths, sizes
+from jaxrl_llm.config.rules.conflicts import conflicts
 from jaxrl_llm.config.schema import (
     AdaptedSettings,
     Config,
@@ -23,7 +19,7 @@ from jaxrl_llm.config.schema import (
 )
 from jaxrl_llm.config.thresholds import parse_rules
 from jaxrl_llm.typed_records.bounds import UpTo
-from jaxrl_llm.typed_records.messages import NO_KEY, ConfigError, Faults, fault_of, number_text
+from jaxrl_llm.typed_records.messages import ConfigError, number_text
 from jaxrl_llm.typed_records.record import Record, fields_of
 from jaxrl_llm.typed_records.tree import as_text, every, is_empty, value_at
 
@@ -152,7 +148,7 @@ def models(c: Config) -> Faults:
                 f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
                 f"config.{key}.{training}optimizer.moment_dtype=bfloat16 saves memory"
             )
-        yield from size_rules.splits(c, key, model)
+        yield from sizes.splits(c, key, model)
         if adapted and model.lora.enabled and not model.lora.targets:
             yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
         if isinstance(model, CriticConfig):
@@ -173,7 +169,7 @@ def _shared_weights(c: Config, critic: CriticConfig) -> Faults:
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    size_rules.counts, conflicts, size_rules.placement, size_rules.batches, size_rules.lengths,
-    rewards, bounds, optimizers, correction, size_rules.phases_of_mesh, steps, data, models,
-    paths.rows, size_rules.trainings, paths.folders, paths.functions, paths.trackers,
+    sizes.counts, conflicts, sizes.placement, sizes.batches, sizes.lengths,
+    rewards, bounds, optimizers, correction, sizes.phases_of_mesh, steps, data, models,
+    paths.rows, sizes.trainings, paths.folders, paths.functions, paths.trackers,
 )  # fmt: skip

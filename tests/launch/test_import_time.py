@@ -45,6 +45,8 @@ def test_starting_the_trainer_is_quick():
 
 
 def test_the_config_and_the_launchers_need_no_jax():
-    launchers = "jaxrl_llm.launch.local, jaxrl_llm.launch.ray"
-    _, modules = imported(f"jaxrl_llm.launch.runtime, {launchers}, jaxrl_llm.config")
+    launchers = "jaxrl_llm.launch.local, jaxrl_llm.launch.ray, jaxrl_llm.launch.runtime"
+    flags = "jaxrl_llm.launch.command_line, jaxrl_llm.launch.config_keys"
+    settings = "jaxrl_llm.config, jaxrl_llm.evaluation.answer_settings"
+    _, modules = imported(f"{launchers}, {flags}, {settings}")
     assert modules & {"jax", "numpy", "rich", *LAZY} == set()

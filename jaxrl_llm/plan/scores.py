@@ -1,7 +1,7 @@
 """The stages that score samples: Python reward functions, scalar models, and sums of both."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
+from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.learner.forward import response_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
@@ -18,6 +19,8 @@ from jaxrl_llm.learner.train_state import Metrics, params_of
 from jaxrl_llm.plan.dataflow import HOST, Stage, StageOutput
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import ModelStage
+from jaxrl_llm.rewards.graders import path_and_settings
+from jaxrl_llm.rewards.manager import unique_names
 
 STEP_REWARDS = "step_rewards"
 GREEDY_SCORE = "critic/greedy_score/mean"
@@ -198,6 +201,39 @@ class HostReward(ABC):
         self, context: Any, step: int, responses: Any, mask: Any, logprobs: Any
     ) -> np.ndarray:
         """Scores [N] of greedy answers: those to the prompts whose first sample is given."""
+
+
+@dataclass(frozen=True)
+class ArrayReward(HostReward):
+    """A reward of arrays: fn(responses, mask) -> scores. For use without text to grade."""
+
+    fn: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    names: tuple[str, ...] = ("score",)
+
+    def score(
+        self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """The scores, which are also the one part."""
+        scores = self.fn(responses, mask).astype(np.float32)
+        return scores, scores[:, None], {}
+
+    def greedy(
+        self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
+    ) -> np.ndarray:
+        """Scores."""
+        return self.fn(responses, mask).astype(np.float32)
+
+
+def planned_reward(config: Config) -> ArrayReward | None:
+    """The reward functions of a run that is only planned: their names, and no worker."""
+    if not config.reward.functions:
+        return None
+    names = unique_names([path_and_settings(function) for function in config.reward.functions])
+    return ArrayReward(_lengths, names=tuple(names))
+
+
+def _lengths(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return mask.sum(axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,6 +26,7 @@ from jaxrl_llm.kernels.hopper import compiling_for_hopper
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.plan.scores import planned_reward
 from jaxrl_llm.planner.devices import ORDER, Devices
 from jaxrl_llm.planner.estimate import Estimate
 from jaxrl_llm.planner.packing import rows_of
@@ -33,7 +34,6 @@ from jaxrl_llm.planner.seconds import StageTime
 from jaxrl_llm.planner.topology import COMPILER_OPTIONS, compile_devices
 from jaxrl_llm.planner.traffic import GATHERED, LATENCY, Traffic
 from jaxrl_llm.planner.work import Work
-from jaxrl_llm.trainer.rewarding import planned_reward
 
 
 @dataclass(frozen=True, kw_only=True)

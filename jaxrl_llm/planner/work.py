@@ -25,7 +25,7 @@ from jaxrl_llm.plan.models import base_settings, find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
-from jaxrl_llm.trainer.rewarding import planned_reward
+from jaxrl_llm.plan.scores import planned_reward
 
 Does = Literal["generate", "pass", "update"]
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -1,9 +1,8 @@
 """Python reward functions, as the host stages call them: each process grades the rows it owns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -14,8 +13,8 @@ from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.scores import HostReward
-from jaxrl_llm.rewards.graders import path_and_settings, worker_limits
-from jaxrl_llm.rewards.manager import RewardManager, RewardResult, unique_names
+from jaxrl_llm.rewards.graders import worker_limits
+from jaxrl_llm.rewards.manager import RewardManager, RewardResult
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.rewards.steps import last_tokens
 from jaxrl_llm.supervision.signals import host_work
@@ -136,39 +135,6 @@ class RewardFunctions(HostReward):
         self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
     ) -> list[Completion]:
         return completions_of(self.tokenizer, self.stops, responses, mask, logprobs)
-
-
-@dataclass(frozen=True)
-class ArrayReward(HostReward):
-    """A reward of arrays: fn(responses, mask) -> scores. For use without text to grade."""
-
-    fn: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    names: tuple[str, ...] = ("score",)
-
-    def score(
-        self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-        """The scores, which are also the one part."""
-        scores = self.fn(responses, mask).astype(np.float32)
-        return scores, scores[:, None], {}
-
-    def greedy(
-        self, context: Any, step: int, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
-    ) -> np.ndarray:
-        """Scores."""
-        return self.fn(responses, mask).astype(np.float32)
-
-
-def planned_reward(config: Config) -> ArrayReward | None:
-    """Stands for `open_reward` where a run is only planned: its names, and no worker."""
-    if not config.reward.functions:
-        return None
-    names = unique_names([path_and_settings(function) for function in config.reward.functions])
-    return ArrayReward(_lengths, names=tuple(names))
-
-
-def _lengths(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return mask.sum(axis=1)
 
 
 def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:

@@ -5,8 +5,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.plan.online import Iteration, plan_iteration
+from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import CharTokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
 
 
 class Unstoppable(CharTokenizer):

@@ -28,7 +28,7 @@ from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.online import plan_iteration
-from jaxrl_llm.trainer.rewarding import ArrayReward
+from jaxrl_llm.plan.scores import ArrayReward
 
 DOCS = Path(__file__).parents[2] / "docs" / "add-an-algorithm.md"
 

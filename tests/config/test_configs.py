@@ -34,8 +34,8 @@ from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration, plan_online
 from jaxrl_llm.plan.roles import make_role, update_sizes
+from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.types import OFFLINE_FIELDS
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("[!_]*.py"))

@@ -9,7 +9,7 @@ from tiny_iteration import even_tokens
 from jaxrl_llm.config import load_config
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes
 from jaxrl_llm.plan.online import plan_online
-from jaxrl_llm.trainer.rewarding import ArrayReward
+from jaxrl_llm.plan.scores import ArrayReward
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"parallelism.md": 9, "placement.md": 5}  # rows of each

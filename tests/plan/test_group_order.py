@@ -31,8 +31,8 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.types import INPUT_FIELDS, ROLLOUT_FIELDS
 
 # An algorithm that asks for every field there is, so that every stage runs.

@@ -13,8 +13,8 @@ from jaxrl_llm.config import GRPO, ConfigError, LoraConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import CharTokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
 
 VOCAB = {"vocab_size": 96}
 EXPERTS = tiny.EXPERTS | VOCAB

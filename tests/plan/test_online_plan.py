@@ -12,8 +12,8 @@ from jaxrl_llm.config import FilterGroupsConfig, OptimizerConfig, PhaseConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.dataflow import HOST
 from jaxrl_llm.plan.online import plan_iteration, plan_online
+from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import CharTokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
 
 DECAY = OptimizerConfig(learning_rate=8.0, schedule="linear")
 

@@ -10,7 +10,7 @@ from tiny_iteration import MODEL, even_tokens, first_states, open_iteration, run
 
 from jaxrl_llm.config import ConfigError, Custom, ExtraModelConfig, load_config
 from jaxrl_llm.plan.online import plan_online
-from jaxrl_llm.trainer.rewarding import ArrayReward
+from jaxrl_llm.plan.scores import ArrayReward
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "cost_model.py"

@@ -34,8 +34,8 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.rewarding import ArrayReward
 from jaxrl_llm.trainer.run import train
 
 ROW_TOKENS = 33

@@ -119,9 +119,9 @@ class Scaled(RealPrograms):
         )
         super().__init__(config, compile_devices(config.mesh.num_devices), (shape.kv_heads,))
 
-    def compiled(self, stage: str) -> jax.stages.Compiled:
-        """The program of `stage`, compiled for the cards."""
-        return self.compile(stage, COMPILER_OPTIONS)
+    def compiled(self, stage: str, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+        """The program of `stage`, compiled for the cards, with other options than a plan's."""
+        return self.compile(stage, COMPILER_OPTIONS | (options or {}))
 
 
 def peak(compiled: jax.stages.Compiled) -> int:

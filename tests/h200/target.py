@@ -14,8 +14,12 @@ from typing import Any
 # The plugin looks for a driver and cuDNN at import; compiling needs neither.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 # XLA would compile many forms of a kernel to choose the fastest and, without a card to time them,
-# take its first guess after all: up to half of the seconds.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+# take its first guess after all: up to half of the seconds. Nothing reads the machine code of XLA's
+# own kernels either, so that LLVM and ptxas need not optimise it; ours are compiled apart.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 "
+    "--xla_gpu_disable_gpuasm_optimizations=true --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import pytest
@@ -23,6 +27,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.planner.topology import compile_devices, missing_packages
+
+# Products by cuBLAS, which need no tuning: with Triton's XLA compiles each fusion twice.
+CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 
 needs_compiler = [
     pytest.mark.h200,

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from target import needs_compiler
+from target import CUBLAS, needs_compiler
 from test_training_compiles import CONFIG, update, whole_logits
 
 from jaxrl_llm.config import MeshConfig
@@ -46,7 +46,8 @@ def check_ring(collectives):
 
 
 def test_four_stages_of_two_shards():
-    compiled = update((1, 2, 1), config=LAYERS, phases=MeshConfig(pipeline=4), remat="full")
+    how = {"config": LAYERS, "phases": MeshConfig(pipeline=4), "compiler_options": CUBLAS}
+    compiled = update((1, 2, 1), **how, remat="full")
     text = compiled.as_text()
     assert 'custom_call_target="mosaic_gpu_v2"' in text
     assert not whole_logits(text)

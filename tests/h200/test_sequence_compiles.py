@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from scale import MEMORY, SHAPES, Scaled, peak
-from target import needs_compiler
+from target import CUBLAS, needs_compiler
 
 from jaxrl_llm import config as c
 
@@ -20,7 +20,7 @@ def update(num_layers, **settings):
     shape = replace(QWEN2_5_7B, layers=num_layers)
     algorithm, mesh = c.PPO(entropy_coef=0.01), {"sequence": SEQUENCE}
     scaled = Scaled(shape, algorithm, mesh, row=ROW, prompts=SEQUENCE, **settings)
-    return scaled.compiled("update_actor")
+    return scaled.compiled("update_actor", CUBLAS)
 
 
 # What a device must hold of each layer more: its share of weights, two moments and gradients in

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from target import h200_mesh, needs_compiler
+from target import CUBLAS, h200_mesh, needs_compiler
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
@@ -117,7 +117,7 @@ def test_on_one_card():
 
 @pytest.mark.parametrize("sizes", [pytest.param((1, 4, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_on_four_cards(sizes):
-    text = update(sizes).as_text()
+    text = update(sizes, compiler_options=CUBLAS).as_text()
     assert 'custom_call_target="mosaic_gpu_v2"' in text
     assert not whole_logits(text)
     # Weights and their gradients travel in bf16, the tables' too, whose tokens each device sums in
@@ -148,11 +148,7 @@ def test_gradients_are_summed_over_data_once():
 def test_without_operations_that_differ_from_run_to_run():
     """What `config.exact` asks of the compiler: our attention passes, where cuDNN's does not."""
     # Without a card nothing can be tuned, and the flag wants products whose algorithm is settled.
-    options = {
-        "xla_gpu_exclude_nondeterministic_ops": True,
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_autotune_level": 0,
-    }
+    options = {"xla_gpu_exclude_nondeterministic_ops": True, **CUBLAS}
     text = update((1, 1, 1), compiler_options=options).as_text()
     assert text.count('custom_call_target="mosaic_gpu_v2"') >= 3 * CONFIG.num_layers
 

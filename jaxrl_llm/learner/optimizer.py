@@ -79,12 +79,16 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     # Traced and lowered once a shape, not once a parameter. XLA inlines it again.
     @jax.jit
     def step(
-        count: Array, streams: tuple[Array, Array], gradient: Array, moments: list[Array]
+        count: Array,
+        factors: tuple[Array, Array],
+        streams: tuple[Array, Array],
+        gradient: Array,
+        moments: list[Array],
     ) -> tuple[Array, list[Array]]:
         gradient, mu, nu = (x.astype(jnp.float32) for x in (gradient, *moments))
         mu = config.b1 * mu + (1 - config.b1) * gradient
         nu = config.b2 * nu + (1 - config.b2) * jnp.square(gradient)
-        first, second = _unbiased(mu, config.b1, count), _unbiased(nu, config.b2, count)
+        first, second = (x * factor for x, factor in zip((mu, nu), factors, strict=True))
         if narrow:
             mu, nu = (
                 round_by_chance(moment, count, stream)
@@ -97,6 +101,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, Any]:
         del params
         count = state.count + 1
+        factors = _unbiased(config.b1, count), _unbiased(config.b2, count)
         leaves, structure = jax.tree.flatten(updates)
         mus, nus = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
 
@@ -109,7 +114,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
                 kept.append([None, None])
                 continue
             streams = jnp.uint32(i), jnp.uint32(i + len(leaves))
-            visit: Step = partial(step, count, streams, leaves[i])
+            visit: Step = partial(step, count, factors, streams, leaves[i])
             if in_host_memory(mu):
                 late = len(fetched) >= AT_ONCE
                 visit = _visit(visit, finite, after=fetched[-AT_ONCE] if late else finite)
@@ -124,11 +129,11 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _unbiased(moment: Array, decay: float, count: Array) -> Array:
-    """moment / (1 - decay^count): moments begin at 0 and are too small in the first steps."""
+def _unbiased(decay: float, count: Array) -> Array:
+    """1 / (1 - decay^count), by which a moment of float32 grows: it begins at 0."""
     # A factor, not a division: programs divide differently, and results would depend on whether
     # moments are offloaded.
-    return moment * (1 / (1 - jnp.float32(decay) ** count)).astype(moment.dtype)
+    return 1 / (1 - jnp.float32(decay) ** count)
 
 
 def _visit(step: Step, finite: Array, *, after: Any) -> Step:

@@ -75,18 +75,19 @@ def iterate(kind: str, num_layers: int, sizes: dict[str, int]) -> Any:
 one_device = functools.cache(lambda kind, num_layers: iterate(kind, num_layers, {}))
 
 
+@pytest.mark.slow  # test_mixes.py and test_lora_pipeline.py run an iteration of each kind
 @pytest.mark.parametrize(
     ("kind", "num_layers", "sizes"),
     [
         ("ppo", 2, {"data": 2, "pipeline": 2}),
-        pytest.param("ppo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
-        pytest.param("grpo", 4, TWO_ROUNDS, marks=pytest.mark.slow),
-        pytest.param("ppo", 2, MIX, marks=pytest.mark.slow),
-        pytest.param("ppo", 2, {"pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param("ppo", 4, {"pipeline": 4}, marks=pytest.mark.slow),
-        pytest.param("grpo", 4, MIX, marks=pytest.mark.slow),
-        pytest.param("grpo", 4, LONGER, marks=pytest.mark.slow),
-        pytest.param("grpo", 2, OF_PARTS, marks=pytest.mark.slow),
+        ("ppo", 4, TWO_ROUNDS),
+        ("grpo", 4, TWO_ROUNDS),
+        ("ppo", 2, MIX),
+        ("ppo", 2, {"pipeline": 2}),
+        ("ppo", 4, {"pipeline": 4}),
+        ("grpo", 4, MIX),
+        ("grpo", 4, LONGER),
+        ("grpo", 2, OF_PARTS),
     ],
 )
 def test_an_iteration_equals_one_device(kind, num_layers, sizes):

@@ -1,6 +1,7 @@
 """A run with adapters: what its checkpoints hold, an exact resume, the base, and its exports."""
 
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -221,8 +222,10 @@ def test_a_base_in_float8_is_read_again_and_exported_dequantised(tmp_path, base,
     theirs = open_model(layout.find_model_path(str(base))).params
     lora = read_lora(adapter, load_model_config(base), "causal_lm", dtype="float32", dropout=0)
     spec = frozen_spec(load_model_config(base), "causal_lm", "float8", "float32", lora)
-    frozen = quantized_as(split(spec.params)[0], theirs)
-    expected = merge_adapters(spec, join(frozen, import_adapter(adapter, spec)))[1]
+    frozen = jax.jit(partial(quantized_as, split(spec.params)[0]))(theirs)
+    expected = jax.jit(lambda own, base: merge_adapters(spec, join(base, own))[1])(
+        import_adapter(adapter, spec), frozen
+    )
     for path in (merged, last):
         params = open_model(layout.find_model_path(str(path))).params
         jax.tree.map(np.testing.assert_array_equal, params, expected)

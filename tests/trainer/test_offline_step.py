@@ -158,10 +158,10 @@ def test_packed_rows_equal_padded_ones(name):
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward_model"])
 def test_records_of_weight_zero_and_padding_change_nothing(name):
     algorithm = ALGORITHMS[name]
-    whole = gradients(algorithm, make_batch(algorithm, num=5, size=5), Padded())
-    filled = make_batch(algorithm, num=5, size=8, length=LENGTH + 3)
+    small = make_batch(algorithm)
+    whole = gradients(algorithm, small, Padded())
+    filled = make_batch(algorithm, size=B + 3, length=LENGTH + 3)
     reads = [n for n in algorithm.reads if n.startswith(("reference_", "baseline"))]
-    small = make_batch(algorithm, num=5, size=5)
     same = {n: jnp.concatenate([getattr(small, n), jnp.full(3, 7.0)]) for n in reads}
     assert_same(gradients(algorithm, filled.replace(**same), Padded()), whole)
 

@@ -1,4 +1,4 @@
-"""Seconds of each stage on one device, from FLOPs, bytes and the rates of the hardware. No jax.
+"""Seconds of each stage on one device, from FLOPs, bytes and the rates of the hardware.
 
 A pass takes the sum of its matmuls, its attention, what reads and writes memory between them, and
 the part of its collectives that nothing hides.
@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 
+from jaxrl_llm.generation.engine import FEWEST_WITHOUT_TRITON
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.models.shapes import expert_matmuls
@@ -45,8 +46,7 @@ DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever 
 ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort, three more kernels
 ADAPTED_FEATURE = 0.95e-9  # seconds of a decode step for a feature in or out of adapters apart
 DEQUANTIZED = 0.65  # of the rate of memory: a decode step's bf16 copy of float8 projections
-FEWEST_COPIED = 128  # slots whose decode step makes that copy; with fewer it reads float8
-# Seconds of a token in a gated delta rule, for each value head of a layer.
+# Seconds of a token in a gated delta rule, for each value head of a layer: of 128 x 128.
 RULE_FORWARD, RULE_BACKWARD = 46e-9, 163e-9
 STATE_PASSES = 4.5  # bytes that a decode step moves for a byte of a slot's states
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
@@ -256,7 +256,8 @@ def _decode_seconds(
     layers, head = config.num_layers * active_weights(config), head_weights(model)
     read = config.num_layers * read_weights(config, float(live.mean()) if len(live) else 0.0)
     float8 = model.float8 and not model.generates_merged
-    copied = float8 and slots_of(work, samples) >= FEWEST_COPIED
+    # Triton reads float8 as it is.
+    copied = float8 and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
     of_weight = 1 if float8 and not copied else small
     weights = (read * of_weight + head * itemsize) / tensor / rates.memory
     flops = 2.0 * live * (layers + head) / tensor

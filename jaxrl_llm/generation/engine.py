@@ -292,7 +292,8 @@ class _Engine(NamedTuple):
 
     empty: Callable[[], State]
     prefill: Callable[[State], State]
-    decode: Callable[..., State]
+    decode: Callable[[State], State]
+    decode_tail: Callable[[State], State]
     fill_slots: Callable[[State], State]
     queue: Queue
     sizes: EngineSizes
@@ -362,6 +363,7 @@ def _engine(
         spec, params = _generation_form(spec, params, settings, split=split)
     how = {"attention": settings.attention, "heads": heads}
     sampling = settings.sampling
+    step = partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how)
     return _Engine(
         empty=partial(
             empty_state,
@@ -375,7 +377,8 @@ def _engine(
             record_routes=settings.record_routes,
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
-        decode=partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how),
+        decode=step,
+        decode_tail=partial(step, in_tail=True),
         fill_slots=partial(fill_slots, queue, pages),
         queue=queue,
         sizes=sizes,
@@ -558,8 +561,7 @@ def _run_tail(engine: _Engine, state: State, number: int) -> State:
     num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
     few = compact(state, num_slots)
     with jax.named_scope(TAIL_STEPS):
-        step = partial(engine.decode, in_tail=True)
-        few = lax.while_loop(partial(_more_live, fewer), step, few)
+        few = lax.while_loop(partial(_more_live, fewer), engine.decode_tail, few)
     return few._replace(cache=in_place_of(state.cache, few.cache))
 
 

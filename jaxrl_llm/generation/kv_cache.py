@@ -142,12 +142,14 @@ def in_place_of(cache: Cache, of_few: Cache) -> Cache:
 
     States of the few come first. No scatter: the partitioner would not keep it to one replica.
     """
+    update = partial(lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
 
-    def one(layer: LayerCache | StateCache, few: Any) -> LayerCache | StateCache:
+    def one(
+        layer: LayerCache | StateCache, few: LayerCache | StateCache
+    ) -> LayerCache | StateCache:
         if isinstance(layer, LayerCache):
             return few
-        update = partial(lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
-        return few._replace(own=jax.tree.map(update, layer.own, few.own))
+        return layer._replace(own=jax.tree.map(update, layer.own, few.own))
 
     return tuple(map(one, cache, of_few))
 

@@ -193,7 +193,7 @@ def _learning(results: dict[str, list[Row]]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for name in LEARNING:
-        rows = list({row.get("seed"): row for row in results[name]}.values())  # the last of each
+        rows = _last_of_each_seed(results[name])
         row, ours = rows[-1], [row["ours"] for row in rows]
         starts = [row["start"] for row in rows if row.get("start") is not None]
         figure = f"{statistics.median(starts):.3f} → " if starts else ""
@@ -214,13 +214,19 @@ def _learning(results: dict[str, list[Row]]) -> list[str]:
     return [*lines, ""]
 
 
+def _last_of_each_seed(rows: Sequence[Row]) -> list[Row]:
+    return list({row.get("seed"): row for row in rows}.values())
+
+
 def _worse(results: dict[str, list[Row]]) -> list[str]:
     """Every current figure that is below an earlier one, and why; a line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for name, rows in results.items():
         now, top = rows[-1], best(rows)
-        if top is now or "worse" not in now or name.startswith("attention-") or "seed" in now:
-            continue  # seeds have their range in the table of learning
+        if top is now or "worse" not in now or name.startswith("attention-"):
+            continue
+        if "seed" in now and top in _last_of_each_seed(rows):
+            continue  # the range of its seeds is in the table of learning
         figures = f"{_number(now['ours'])} now, {_number(top['ours'])} on {top['date']}"
         by_reason.setdefault(now["worse"], []).append(f"`{name}`: {figures}")
     lines = [f"- {'; '.join(each)}. {reason}" for reason, each in by_reason.items()]

@@ -77,7 +77,7 @@ def decode(
         (prompt_B + own_B)[:, None],
         attend=Mixers(
             decode_attend(context, attention, heads),
-            decode_recur(None if in_tail else own_B == 0, live_B, slots.prompt_row_B),
+            decode_recur(None if in_tail else own_B == 0, live_B, slots.prompt_row_B, heads),
         ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,

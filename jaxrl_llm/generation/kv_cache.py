@@ -38,10 +38,13 @@ from jaxrl_llm.kernels.decode_attention import (
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.kernels.gated_delta import (
+    Begin,
+    DeltaSplit,
     DeltaState,
     Inputs,
     Runs,
     Streams,
+    begun,
     gated_delta_states,
     gated_delta_step,
 )
@@ -119,22 +122,10 @@ def of_slots(
         if isinstance(layer, LayerCache):
             return layer
         own = jax.tree.map(lambda x_B: x_B[from_S], layer.own)
-        return layer._replace(own=_begun(layer._replace(own=own), first_S, prompt_rows_S))
+        begin = Begin(layer.prompts, first_S, prompt_rows_S)
+        return layer._replace(own=begun(begin, own, layer.prompts))
 
     return tuple(map(one, cache))
-
-
-def _begun(cache: StateCache, first_B: jax.Array, prompt_rows_B: jax.Array) -> DeltaState:
-    """The states of slots, where those of `first_B` go on from the state of their prompt."""
-    prompts = jax.tree.map(lambda x: x[prompt_rows_B], cache.prompts)
-    return _chosen(first_B, prompts, cache.own)
-
-
-def _chosen(choice_B: jax.Array, one: DeltaState, other: DeltaState) -> DeltaState:
-    def of_one(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(choice_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-    return jax.tree.map(of_one, one, other)
 
 
 def in_place_of(cache: Cache, of_few: Cache) -> Cache:
@@ -256,7 +247,7 @@ def init_cache(
 
 def _empty_states(delta: GatedDelta, number: int, dtype: jnp.dtype) -> DeltaState:
     keys, values = (delta.key_heads, delta.key_dim), (delta.value_heads, delta.value_dim)
-    memory = jnp.zeros((number, delta.value_heads, delta.key_dim, delta.value_dim), jnp.float32)
+    memory = jnp.zeros((number, delta.value_heads, delta.value_dim, delta.key_dim), jnp.float32)
     window = (jnp.zeros((number, delta.conv_size - 1, *x), dtype) for x in (keys, keys, values))
     return DeltaState(memory, Streams(*window))
 
@@ -303,7 +294,9 @@ def prefill_attend(
     return attend
 
 
-def prefill_recur(start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array) -> Recur:
+def prefill_recur(
+    start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array, heads: HeadAxes | None
+) -> Recur:
     """The gated delta rule over rows of prompts that also writes their states into the cache.
 
     `start_AL` is the first token of each token's prompt. The state after the token `last_AS` of a
@@ -313,7 +306,7 @@ def prefill_recur(start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array) -
     """
 
     def recur(inputs: Inputs, cache: StateCache, /) -> tuple[jax.Array, StateCache]:
-        out_ALNV, states = gated_delta_states(inputs, Runs(start_AL), last_AS)
+        out_ALNV, states = gated_delta_states(inputs, Runs(start_AL), last_AS, _delta_split(heads))
         prompts = jax.tree.map(
             lambda x, new: x.at[rows_AS].set(new.astype(x.dtype), mode="drop", unique_indices=True),
             cache.prompts,
@@ -324,7 +317,16 @@ def prefill_recur(start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array) -
     return recur
 
 
-def decode_recur(first_B: jax.Array | None, live_B: jax.Array, prompt_rows_B: jax.Array) -> Recur:
+def _delta_split(heads: HeadAxes | None) -> DeltaSplit | None:
+    return None if heads is None else DeltaSplit(heads=heads.query)
+
+
+def decode_recur(
+    first_B: jax.Array | None,
+    live_B: jax.Array,
+    prompt_rows_B: jax.Array,
+    heads: HeadAxes | None,
+) -> Recur:
     """The gated delta rule of one new token a slot, which goes on from the slot's state.
 
     Slots of `first_B` go on from the state of their prompt; None: none does, and no state of a
@@ -332,9 +334,9 @@ def decode_recur(first_B: jax.Array | None, live_B: jax.Array, prompt_rows_B: ja
     """
 
     def recur(inputs: Inputs, cache: StateCache, /) -> tuple[jax.Array, StateCache]:
-        before = cache.own if first_B is None else _begun(cache, first_B, prompt_rows_B)
-        out_B1NV, after = gated_delta_step(inputs, before)
-        return out_B1NV, cache._replace(own=_chosen(live_B, after, cache.own))
+        begin = None if first_B is None else Begin(cache.prompts, first_B, prompt_rows_B)
+        out_B1NV, own = gated_delta_step(inputs, cache.own, live_B, begin, _delta_split(heads))
+        return out_B1NV, cache._replace(own=own)
 
     return recur
 

@@ -69,7 +69,7 @@ def prefill(
     _, cache, routed = bind(spec, params).routed(
         jnp.where(real_AL, tokens_AL, 0),
         rows.position_AL,
-        attend=Mixers(attend, prefill_recur(start_AL, state_rows_AS, rows.last_AS)),
+        attend=Mixers(attend, prefill_recur(start_AL, state_rows_AS, rows.last_AS, heads)),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
         routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),

@@ -71,3 +71,30 @@ def accumulate(acc: jax.Array, matmul: Callable[[Ref], None], interpreted: bool)
         return ref[...]
 
     return acc + pl.run_scoped(from_zero, accumulator(*acc.shape))
+
+
+def by_row() -> RegisterLayout:
+    """The layout of one number for each row of an accumulator."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def by_column() -> RegisterLayout:
+    """The layout of one number for each column of an accumulator."""
+    return plgpu.Layout.WGMMA.reduce(0)
+
+
+def zeros(shape: tuple[int, ...], layout: RegisterLayout, value: float = 0.0) -> jax.Array:
+    """A float32 array of `value` in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along(vector: jax.Array, shape: tuple[int, ...], axis: int = 0) -> jax.Array:
+    """A vector of row values (axis 0) or column values (axis 1), broadcast to a matrix."""
+    return jax.lax.broadcast_in_dim(vector, shape, [axis])
+
+
+def load_whole(ref: Ref, layout: RegisterLayout) -> jax.Array:
+    """A whole reference into registers."""
+    # jax 0.10 takes an index too, of which jax 0.11 warns.
+    whole = () if jax.__version_info__ >= (0, 11) else (...,)
+    return plgpu.load(ref, *whole, layout=layout, optimized=False)

@@ -25,7 +25,7 @@ from jaxrl_llm.kernels.flash_attention import (
     gathered,
     token_order,
 )
-from jaxrl_llm.kernels.gated_delta import Inputs, Runs, gated_delta
+from jaxrl_llm.kernels.gated_delta import DeltaSplit, Inputs, Runs, gated_delta
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.kernels.strict import Strict, strict_scope
@@ -115,10 +115,11 @@ def routed_states(
         return hidden[:, in_order], routed
 
     def attend_in(ranges: Ranges | None, layout: Layout | None) -> Attend:
-        split = None
+        split = delta_split = None
         if layout is not None:
             rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
             split = AttentionSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
+            delta_split = DeltaSplit(rows=rows_axes, heads=heads)
 
         def attend(
             q: Array,
@@ -147,7 +148,7 @@ def routed_states(
 
         def recur(inputs: Inputs, cache: None) -> tuple[Array, None]:
             runs = _runs(tokens, ranges, shared=rows is not None and rows.shared)
-            return gated_delta(inputs, runs), None
+            return gated_delta(inputs, runs, delta_split), None
 
         return Mixers(attend, recur)
 

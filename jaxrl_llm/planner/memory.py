@@ -5,7 +5,7 @@ The sums were compared with measured peaks and with programs that were compiled 
 """
 
 from jaxrl_llm.generation.tail import default_tails
-from jaxrl_llm.kernels.gated_delta import CHUNK
+from jaxrl_llm.kernels.gated_delta.runs import CHUNK
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.planner.devices import Devices

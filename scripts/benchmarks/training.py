@@ -397,12 +397,15 @@ def _token_by_token(inputs: Inputs) -> jax.Array:
     """The gated delta rule in a loop over the tokens of rows without padding."""
     width = inputs.kernels.q.shape[-1]
     B, _, N, V = inputs.streams.v.shape
-    memory = jnp.zeros((B, N, inputs.streams.k.shape[-1], V), jnp.float32)
+    memory = jnp.zeros((B, N, V, inputs.streams.k.shape[-1]), jnp.float32)
     window = jax.tree.map(lambda x: jnp.zeros_like(x[:, : width - 1]), inputs.streams)
+
+    live_B = jnp.ones(B, bool)
 
     def step(state: DeltaState, token: tuple[Any, ...]) -> tuple[DeltaState, jax.Array]:
         streams, decay, rate = jax.tree.map(lambda x: x[:, None], token)
-        out, state = gated_delta_step(Inputs(streams, inputs.kernels, decay, rate), state)
+        of_token = Inputs(streams, inputs.kernels, decay, rate)
+        out, state = gated_delta_step(of_token, state, live_B)
         return state, out[:, 0]
 
     tokens = (inputs.streams, inputs.log_decay_BTN, inputs.rate_BTN)

@@ -75,8 +75,8 @@ def test_a_tail_carries_the_states_of_its_own_slots():
     def go(params):
         return generate(SPEC, params, *prompts(), ids, jax.random.key(1), settings)
 
-    # The value heads, key and value dims of the memories that a loop carries.
-    memory = SPEC.config.delta.value_heads, SPEC.config.delta.key_dim, SPEC.config.delta.value_dim
+    # The value heads, value and key dims of the memories that a loop carries.
+    memory = SPEC.config.delta.value_heads, SPEC.config.delta.value_dim, SPEC.config.delta.key_dim
     carried = [
         {
             aval.shape[0]

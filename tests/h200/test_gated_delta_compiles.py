@@ -1,41 +1,118 @@
-"""The gradient of the gated delta rule, compiled for an H200: no scatter, nothing is sorted."""
+"""The gated delta rule, compiled for H200s: its kernels, its gradient, and heads of a mesh."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from target import abstract, needs_compiler
+from jax.sharding import NamedSharding, PartitionSpec
+from target import abstract, h200_mesh, needs_compiler
 
-from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, gated_delta
+from jaxrl_llm.kernels.gated_delta import (
+    Begin,
+    DeltaSplit,
+    DeltaState,
+    Inputs,
+    Runs,
+    Streams,
+    gated_delta,
+    gated_delta_step,
+)
+from jaxrl_llm.kernels.hopper import compiling_for_hopper
 
 pytestmark = needs_compiler
-T, G, N, H, V, W = 512, 2, 4, 128, 128, 4
+T, G, N, H, V, W = 256, 2, 4, 128, 128, 4
 # Of an exact run, whose Triton matmuls are an error without a card.
 OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_a_gradient_has_no_scatter(shared):
-    """With and without shared prompts; an exact run would sort the updates of a scatter."""
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
-    def array(*shape, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype)
 
+def inputs_of(rows, tokens):
     shapes = ((G, H), (G, H), (N, V))
-    inputs = Inputs(
-        streams=Streams(*(array(1, T, *shape, dtype=jnp.bfloat16) for shape in shapes)),
+    return Inputs(
+        streams=Streams(*(array(rows, tokens, *shape, dtype=jnp.bfloat16) for shape in shapes)),
         kernels=Streams(*(array(*shape, W, dtype=jnp.bfloat16) for shape in shapes)),
-        log_decay_BTN=array(1, T, N),
-        rate_BTN=array(1, T, N),
+        log_decay_BTN=array(rows, tokens, N),
+        rate_BTN=array(rows, tokens, N),
     )
-    runs = Runs(*[array(1, T, dtype=jnp.int32)] * (3 if shared else 1))
+
+
+def states_of(number):
+    window = (
+        array(number, W - 1, *shape, dtype=jnp.bfloat16) for shape in ((G, H), (G, H), (N, V))
+    )
+    return DeltaState(array(number, N, V, H), Streams(*window))
+
+
+def compiled(run, traced, **how):
+    with compiling_for_hopper():
+        return jax.jit(run, **how).lower(*traced).compile(compiler_options=OPTIONS)
+
+
+def outputs_of(program, kernel):
+    """The shapes that each call of a kernel gives."""
+    return re.findall(rf"= (\(?[^=]*?) custom-call\([^\n]*{kernel}", program.as_text())
+
+
+def test_a_gradient_has_no_scatter():
+    """Of rows with shared prompts; an exact run would sort the updates of a scatter.
+
+    One kernel takes the states from chunk to chunk, and another one their gradients back.
+    """
+    runs = Runs(*[array(1, T, dtype=jnp.int32)] * 3)
 
     def total(inputs, runs, given):
         return (gated_delta(inputs, runs) * given).sum()
 
-    traced = abstract((inputs, runs, array(1, T, N, V)))
-    program = jax.jit(jax.grad(total)).lower(*traced).compile(compiler_options=OPTIONS)
+    traced = abstract((inputs_of(1, T), runs, array(1, T, N, V)))
+    program = compiled(jax.grad(total), traced)
+    assert "while" not in operations(program)
+    assert len(outputs_of(program, "gated_delta_scan")) == 2
+
+
+def operations(program):
+    """Those of a gradient, which are deterministic."""
     found = set(re.findall(r" (\w[\w-]*)\(", program.as_text()))
-    assert "fusion" in found and "while" in found
+    assert "fusion" in found
     assert not found & {"scatter", "sort", "select-and-scatter"}
+    return found
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_token_writes_states_in_place(begins):
+    """No copy of all states: a kernel reads and writes each one once."""
+    slots, prompts = 16, 4
+    begin = None
+    if begins:
+        at = array(slots, dtype=jnp.bool), array(slots, dtype=jnp.int32)
+        begin = Begin(states_of(prompts), *at)
+    traced = abstract((inputs_of(slots, 1), states_of(slots), array(slots, dtype=jnp.bool), begin))
+    program = compiled(gated_delta_step, traced, donate_argnums=1)
+    assert len(outputs_of(program, "gated_delta_step")) == 1
+    assert program.memory_analysis().temp_size_in_bytes < slots * N * H * V * 4 / 2
+
+
+def test_each_device_has_its_rows_and_heads():
+    """The kernels of four devices: two halves of the rows and two of the heads. No scatter here."""
+    mesh = h200_mesh((1, 2, 2))
+    split = DeltaSplit(rows=("fsdp",), heads=("tensor",))
+
+    def total(inputs, runs, given):
+        return (gated_delta(inputs, runs, split) * given).sum()
+
+    by_head = NamedSharding(mesh, PartitionSpec("fsdp", None, "tensor"))
+    inputs = abstract(inputs_of(2, T), by_head)
+    inputs = inputs._replace(
+        kernels=abstract(inputs.kernels, NamedSharding(mesh, PartitionSpec("tensor")))
+    )
+    runs = abstract(Runs(array(2, T, dtype=jnp.int32)), NamedSharding(mesh, PartitionSpec("fsdp")))
+    with jax.set_mesh(mesh):
+        program = compiled(jax.grad(total), (inputs, runs, abstract(array(2, T, N, V), by_head)))
+    chunks, local = T // 64, (1, N // 2)
+    states = ",".join(map(str, (chunks, *local, H, 1, V)))
+    kernels = outputs_of(program, "gated_delta_scan")
+    assert len(kernels) == 2 and all(f"f32[{states}]" in shapes for shapes in kernels)
+    assert "all-gather" not in operations(program)

@@ -4,10 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from jaxrl_llm.kernels import gated_delta as rule
-from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunks, convolution, scan, step
+from jaxrl_llm.kernels.gated_delta import runs as cutting
+from jaxrl_llm.kernels.gated_delta.scan_kernel import scan_in_kernel
+from jaxrl_llm.kernels.gated_delta.step_kernel import step_in_kernel
 
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="the interpreter transposes, and loads from references, from 0.11 on",
+)
 G, N, H, V, W = 2, 4, 6, 5, 4
 # Two prompts of a row with two and three responses, then padding. Several runs share a chunk of 8.
 PROMPTS, RESPONSES = (5, 11), ((3, 7), (2, 9, 4))
@@ -82,7 +90,7 @@ def parts_of(inputs, tokens):
 
 def test_packed_rows(monkeypatch):
     """Every response continues the state of its own prompt, wherever chunks are cut."""
-    monkeypatch.setattr(rule, "CHUNK", 8)
+    monkeypatch.setattr(cutting, "CHUNK", 8)
     runs, samples = packed()
     inputs = inputs_of(np.random.default_rng(0), runs.start_BT.shape[1])
     out = jax.jit(lambda inputs: rule.gated_delta(inputs, runs))(inputs)
@@ -93,7 +101,7 @@ def test_packed_rows(monkeypatch):
 
 def test_gradients_of_a_shared_prompt(monkeypatch):
     """A packed row has the gradient of its samples in rows of their own."""
-    monkeypatch.setattr(rule, "CHUNK", 8)
+    monkeypatch.setattr(cutting, "CHUNK", 8)
     runs, samples = packed()
     rng = np.random.default_rng(1)
     inputs = inputs_of(rng, runs.start_BT.shape[1])
@@ -122,7 +130,7 @@ def test_gradients_of_a_shared_prompt(monkeypatch):
 @pytest.mark.parametrize("width", [2, 4, 11])  # the last one is more than a chunk
 def test_the_convolution_and_its_gradient(monkeypatch, width):
     """Of random rows, with runs of one token: each tap is a matrix of 0 and 1."""
-    monkeypatch.setattr(rule, "CHUNK", 8)
+    monkeypatch.setattr(cutting, "CHUNK", 8)
     rng = np.random.default_rng(width)
     prompts = rng.integers(1, 14, 9)
     responses = [rng.integers(1, 9, rng.integers(1, 6)) for _ in prompts]
@@ -139,7 +147,7 @@ def test_the_convolution_and_its_gradient(monkeypatch, width):
 
     @jax.jit
     def run(x, kernel, given):
-        out, pull = jax.vjp(lambda x, kernel: rule._convolved(x, kernel, runs), x, kernel)
+        out, pull = jax.vjp(lambda x, kernel: convolution.convolved(x, kernel, runs), x, kernel)
         return out, *pull(given)
 
     out, of_x, of_kernel = run(x, kernel, given)
@@ -154,7 +162,7 @@ def test_the_convolution_and_its_gradient(monkeypatch, width):
 
 def test_states_and_steps(monkeypatch):
     """A state in the middle of a row, and steps from it, continue the sample."""
-    monkeypatch.setattr(rule, "CHUNK", 8)
+    monkeypatch.setattr(cutting, "CHUNK", 8)
     lengths, start = (3, 13), 3
     inputs = inputs_of(np.random.default_rng(2), sum(lengths))
     runs = Runs(np.array([[0] * 3 + [start] * 13], np.int32))
@@ -165,13 +173,13 @@ def test_states_and_steps(monkeypatch):
     np.testing.assert_allclose(out[0, start:], whole, atol=2e-5)
     assert not any(np.any(x[0, 0]) for x in jax.tree.leaves(states))
     _, of_one = by_tokens(parts_of(inputs, np.arange(1)))
-    np.testing.assert_allclose(states.memory[0, 1], of_one, atol=2e-5)
+    np.testing.assert_allclose(states.memory[0, 1].swapaxes(1, 2), of_one, atol=2e-5)
     np.testing.assert_array_equal(states.window.v[0, 1, :2], 0)  # before the first token
     state, step = jax.tree.map(lambda x: x[0, 2:], states), jax.jit(rule.gated_delta_step)
     for token in range(start + 10, 16):
-        out, state = step(parts_of(inputs, np.array([token])), state)
+        out, state = step(parts_of(inputs, np.array([token])), state, np.array([True]))
         np.testing.assert_allclose(out[0, 0], whole[token - start], atol=2e-5)
-    np.testing.assert_allclose(state.memory[0], memory, atol=2e-5)
+    np.testing.assert_allclose(state.memory[0].swapaxes(1, 2), memory, atol=2e-5)
 
 
 def test_inverse_of_equal_keys():
@@ -181,10 +189,74 @@ def test_inverse_of_equal_keys():
 
     @jax.jit
     def run(below, gradient):
-        inverse, pull = jax.vjp(rule.unit_lower_inverse, below)
+        inverse, pull = jax.vjp(chunks.unit_lower_inverse, below)
         return inverse, pull(gradient)[0]
 
     inverse, found = run(below, gradient)
     np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
     exact = np.linalg.inv(np.eye(64) + np.tril(np.ones((64, 64)), -1))
     np.testing.assert_allclose(found, -exact.T @ gradient @ exact.T, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the interpreter transposes from 0.11 on"
+)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("states", [1, 2])
+def test_the_kernel_of_the_states(states, reverse):
+    """Three chunks of two rows against a loop in float64. A factor counts with 17 bits."""
+    rng = np.random.default_rng(states)
+    X, B, heads, C, keys, values = 3, 2, 1, 64, 64, 32
+
+    def array(*shape):
+        return rng.normal(size=(X, B, heads, *shape)).astype(np.float32)
+
+    moves = scan.Moves(
+        left_XBNCH=array(C, keys) / 8,
+        right_XBNCH=array(C, keys) / 8,
+        enters_XBNPC=array(states, C),
+        leaves_XBNPC=array(states, C),
+        keeps_XBNPQ=array(states, states),
+        own_XBNCV=array(C, values),
+    )
+    added = array(keys, states, values) if reverse else None
+    run = jax.jit(lambda moves, added: scan_in_kernel(*moves, added, InterpretGPUParams()))
+    starts, found = run(moves, added)
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), moves)
+    state = np.zeros((B, heads, keys, states, values))
+    for x in range(X)[:: -1 if reverse else 1]:
+        left, right, enters, leaves, keeps, own = (each[x] for each in exact)
+        np.testing.assert_allclose(starts[x], state, atol=1e-4 * max(1, np.abs(state).max()))
+        read = np.einsum("bnpc,bnch,bnhpv->bncv", enters, left, state)
+        np.testing.assert_allclose(found[x], own + read, atol=1e-4 * max(1, np.abs(read).max()))
+        write = np.einsum("bnch,bnpc,bncv->bnhpv", right, leaves, own + read)
+        state = np.einsum("bnpq,bnhqv->bnhpv", keeps, state) + write
+        state += added[x] if reverse else 0
+
+
+@interpreted
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_kernel_of_a_token(begins):
+    """Slots that go on, are free, or begin with a prompt; two value heads share a key head."""
+    rng = np.random.default_rng(7)
+    slots, keys, values = 4, 64, 128
+
+    def array(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    own, prompts = array(slots, 2, values, keys), array(3, 2, values, keys)
+    token = array(slots, 1, keys), array(slots, 1, keys), array(slots, 2, values)
+    token = (*token, rng.uniform(size=(slots, 2)).astype(np.float32), array(slots, 2))
+    source = np.array([0, -1, 3 if begins else 0, 0])
+    given = (source, prompts if begins else None)
+    run = jax.jit(
+        lambda token, own, given: step_in_kernel(*token, own, *given, InterpretGPUParams())
+    )
+    out, after = run(token, own, given)
+    before = np.where((source > 0)[:, None, None, None], prompts[np.maximum(source - 1, 0)], own)
+    expected, memory = jax.jit(step._step)(*token, before)
+    live = source >= 0
+    np.testing.assert_allclose(out[live], expected[live], atol=1e-3)
+    np.testing.assert_allclose(after[live], memory[live], atol=1e-4)
+    np.testing.assert_array_equal(out[~live], 0)
+    np.testing.assert_array_equal(after[~live], own[~live])

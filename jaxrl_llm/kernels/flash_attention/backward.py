@@ -23,10 +23,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
     LOWEST,
     NUM_CONSUMERS,
     Tuning,
-    along,
     base_2_factor,
-    by_column,
-    by_row,
     drain,
     is_full,
     kernel_call,
@@ -34,7 +31,6 @@ from jaxrl_llm.kernels.flash_attention.common import (
     key_ring,
     load_keys_and_values,
     load_ranges,
-    load_whole,
     lowered_once,
     matrix_smem,
     multiply_add,
@@ -45,7 +41,6 @@ from jaxrl_llm.kernels.flash_attention.common import (
     soft_capped,
     spill_scratch,
     split_index,
-    zeros,
 )
 from jaxrl_llm.kernels.flash_attention.visibility import (
     HostOrDevice,
@@ -54,7 +49,17 @@ from jaxrl_llm.kernels.flash_attention.visibility import (
     key_schedule,
     query_schedule,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.hopper import (
+    SMS,
+    Interpret,
+    Ref,
+    accumulator,
+    along,
+    by_column,
+    by_row,
+    load_whole,
+    zeros,
+)
 from jaxrl_llm.kernels.mosaic import plgpu
 
 

@@ -26,6 +26,8 @@ from jaxrl_llm.kernels.hopper import (
     Ref,
     RegisterLayout,
     ScratchType,
+    along,
+    load_whole,
 )
 from jaxrl_llm.kernels.mosaic import plgpu
 
@@ -73,16 +75,6 @@ class Tuning:
             2 * self.dkv_block_k,
         )
         return -(-length // multiple) * multiple
-
-
-def by_row() -> RegisterLayout:
-    """The layout of one number for each row of an accumulator."""
-    return plgpu.Layout.WGMMA.reduce(1)
-
-
-def by_column() -> RegisterLayout:
-    """The layout of one number for each column of an accumulator."""
-    return plgpu.Layout.WGMMA.reduce(0)
 
 
 def default_tuning(head_dim: int, *, plain: bool = False) -> Tuning:
@@ -235,16 +227,6 @@ def spill_scratch(shape: tuple[int, ...], interpret: Interpret) -> dict[str, Scr
     return {} if interpret is None else {"spill": matrix_smem((NUM_CONSUMERS, *shape))}
 
 
-def zeros(shape: tuple[int, ...], layout: RegisterLayout, value: float = 0.0) -> Array:
-    """A float32 array of `value` in registers."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def along(vector: Array, shape: tuple[int, ...], axis: int = 0) -> Array:
-    """A vector of row values (axis 0) or column values (axis 1), broadcast to a matrix."""
-    return lax.broadcast_in_dim(vector, shape, [axis])
-
-
 def soft_capped(s: Array, head_dim: int, softcap: float | None) -> Array:
     """tanh(s / sqrt(H) / cap) of scores s that are not scaled; without a cap s itself."""
     return s if softcap is None else jnp.tanh(s * (head_dim**-0.5 / softcap))
@@ -261,13 +243,6 @@ def sloped(p: Array, s: Array, softcap: float | None) -> Array:
     It is 0 where p is 0 and s is finite.
     """
     return p if softcap is None else p - p * s * s
-
-
-def load_whole(ref: Ref, layout: RegisterLayout) -> Array:
-    """A whole reference into registers."""
-    # jax 0.10 takes an index too, of which jax 0.11 warns.
-    whole = () if jax.__version_info__ >= (0, 11) else (...,)
-    return plgpu.load(ref, *whole, layout=layout, optimized=False)
 
 
 def load_ranges(

@@ -20,9 +20,7 @@ from jaxrl_llm.kernels.flash_attention.common import (
     LOWEST,
     NUM_CONSUMERS,
     Tuning,
-    along,
     base_2_factor,
-    by_row,
     is_full,
     kernel_call,
     key_block,
@@ -38,10 +36,18 @@ from jaxrl_llm.kernels.flash_attention.common import (
     soft_capped,
     spill_scratch,
     split_index,
-    zeros,
 )
 from jaxrl_llm.kernels.flash_attention.visibility import Ranges, Schedule, query_schedule
-from jaxrl_llm.kernels.hopper import LOG2_E, Interpret, Ref, accumulate, accumulator
+from jaxrl_llm.kernels.hopper import (
+    LOG2_E,
+    Interpret,
+    Ref,
+    accumulate,
+    accumulator,
+    along,
+    by_row,
+    zeros,
+)
 from jaxrl_llm.kernels.mosaic import plgpu
 
 

@@ -1,0 +1,133 @@
+"""The gated delta rule (arXiv:2412.06464) over rows of tokens, and of one token after others.
+
+In whole rows, chunks of tokens are computed by matmuls and the states go from chunk to chunk. A
+token follows the tokens of its run, and before these the prompt that its run answers; other tokens
+of the row do not touch its state.
+
+Shape letters: those of inputs.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxrl_llm.kernels.gated_delta.chunks import Chunks, chunks_of
+from jaxrl_llm.kernels.gated_delta.convolution import convolved
+from jaxrl_llm.kernels.gated_delta.inputs import DeltaState, Inputs, Streams, activated, einsum
+from jaxrl_llm.kernels.gated_delta.runs import Runs, by_chunk, chunk_size, following
+from jaxrl_llm.kernels.gated_delta.scan import Moves, scan_chunks
+from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, state_specs
+from jaxrl_llm.kernels.gated_delta.step import Begin, begun, gated_delta_step
+
+__all__ = [
+    "Begin",
+    "DeltaSplit",
+    "DeltaState",
+    "Inputs",
+    "Runs",
+    "Streams",
+    "begun",
+    "gated_delta",
+    "gated_delta_states",
+    "gated_delta_step",
+]
+
+
+def gated_delta(inputs: Inputs, runs: Runs, split: DeltaSplit | None = None) -> jax.Array:
+    """The outputs of all tokens, float32 [B, T, N, V]."""
+    if split is not None and split.num_devices > 1:
+
+        def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
+            return (PartitionSpec(rows),), PartitionSpec(rows, None, heads)
+
+        return split.run(gated_delta, inputs, (runs,), specs)
+    return _by_chunks(inputs, runs)[0]
+
+
+def gated_delta_states(
+    inputs: Inputs, runs: Runs, last_BS: jax.Array, split: DeltaSplit | None = None
+) -> tuple[jax.Array, DeltaState]:
+    """`gated_delta`, and the states after the tokens `last_BS`; -1 is the state before any token.
+
+    Requires: no run has a prompt before it.
+    """
+    assert runs.prefix_start_BT is None
+    if split is not None and split.num_devices > 1:
+
+        def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
+            assert rows is None, "states are those of prompts, whose rows are not split"
+            states = state_specs(heads, None, None)
+            return (PartitionSpec(), PartitionSpec()), (PartitionSpec(None, None, heads), states)
+
+        return split.run(gated_delta_states, inputs, (runs, last_BS), specs)
+    out_BTNV, chunks, starts_XBNHV, values_XBNCV = _by_chunks(inputs, runs)
+    at_BS = jnp.maximum(last_BS, 0)
+    size = chunks.decay_XBNCC.shape[-1]
+    rows_B1 = jnp.arange(len(last_BS))[:, None]
+
+    def of_chunk(x_XB: jax.Array) -> jax.Array:
+        return x_XB[at_BS // size, rows_B1]
+
+    place_BSC = jax.nn.one_hot(at_BS % size, size)
+    decay_BSNC = einsum("BSC,BSNCD->BSND", place_BSC, of_chunk(chunks.decay_XBNCC))
+    since_BSN = einsum("BSC,BSNC->BSN", place_BSC, of_chunk(chunks.since_XBNC))
+    starts_BSNVH = of_chunk(starts_XBNHV).swapaxes(-1, -2)
+    memory = since_BSN[..., None, None] * starts_BSNVH + einsum(
+        "BSNC,BSNCH,BSNCV->BSNVH", decay_BSNC, of_chunk(chunks.k_XBNCH), of_chunk(values_XBNCV)
+    )
+    some_BS = last_BS >= 0
+    memory = jnp.where(some_BS[..., None, None, None], memory, 0)
+    width = inputs.kernels.q.shape[-1]
+    tokens_BSW = at_BS[..., None] - jnp.arange(width - 2, -1, -1)
+    start_BS = jnp.take_along_axis(runs.start_BT, at_BS, axis=1)
+    seen_BSW = some_BS[..., None] & (tokens_BSW >= start_BS[..., None])
+    rows_B11 = rows_B1[..., None]
+
+    def window(x_BTGH: jax.Array) -> jax.Array:
+        found = x_BTGH[rows_B11, jnp.maximum(tokens_BSW, 0)]
+        return jnp.where(seen_BSW[..., None, None], found, 0)
+
+    return out_BTNV, DeltaState(memory, Streams(*map(window, inputs.streams)))
+
+
+def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, Chunks, jax.Array, jax.Array]:
+    """Outputs [B, T, N, V], the chunks, the states before each and the values that tokens write."""
+    q, k, v = activated(*(convolved(x, w, runs) for x, w in zip(*inputs[:2], strict=True)))
+    repeats = v.shape[-2] // k.shape[-2]
+    if repeats > 1:
+        q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
+    streams = (q, k, v, inputs.log_decay_BTN, inputs.rate_BTN)
+    length = v.shape[1]
+    size = chunk_size(length)
+    q, k, v, log_decay, rate = (jnp.moveaxis(by_chunk(x, size), 3, 2) for x in streams)
+    visible_XBCC, entering = following(runs, size)
+    chunks = chunks_of(q, k, v, log_decay, rate, visible_XBCC)
+    # P, Q: the state of the last token, and where runs have prompts that of the last prompt.
+    final_C = (jnp.arange(size) == size - 1).astype(jnp.float32)
+    enters, places = [entering.last], [jnp.broadcast_to(final_C, entering.last.shape)]
+    if runs.prefix_start_BT is not None:
+        enters, places = [*enters, entering.prompt], [*places, entering.ending]
+    enters_XBPC, places_XBPC = jnp.stack(enters, axis=2), jnp.stack(places, axis=2)
+    keeps_XBNPQ = einsum("XBPC,XBQC,XBNC->XBNPQ", places_XBPC, enters_XBPC, chunks.since_XBNC)
+    if len(enters) > 1:  # a prompt that no other one follows
+        keeps_XBNPQ += (places_XBPC.sum(axis=-1) == 0)[:, :, None, :, None] * jnp.eye(2)
+    leaves_XBNPC = einsum("XBPD,XBNDC->XBNPC", places_XBPC, chunks.decay_XBNCC)
+    moves = Moves(
+        left_XBNCH=-chunks.reads_XBNCH,
+        right_XBNCH=chunks.k_XBNCH,
+        enters_XBNPC=jnp.broadcast_to(enters_XBPC[:, :, None], leaves_XBNPC.shape),
+        leaves_XBNPC=leaves_XBNPC,
+        keeps_XBNPQ=keeps_XBNPQ,
+        own_XBNCV=chunks.values_XBNCV,
+    )
+    starts_XBNHPV, values_XBNCV = scan_chunks(moves)
+    read_XBNCPV = einsum("XBNCH,XBNHPV->XBNCPV", chunks.q_XBNCH, starts_XBNHPV)
+    out = (enters_XBPC.swapaxes(2, 3)[:, :, None, ..., None] * read_XBNCPV).sum(axis=-2)
+    out += einsum("XBNCD,XBNDV->XBNCV", chunks.scores_XBNCC, values_XBNCV)
+    out_BXCNV = out.transpose(1, 0, 3, 2, 4)
+    out_BTNV = out_BXCNV.reshape(len(out_BXCNV), -1, *out_BXCNV.shape[3:])
+    since = chunks.since_XBNC * entering.last[:, :, None]
+    chunks = chunks._replace(since_XBNC=since)
+    return out_BTNV[:, :length], chunks, starts_XBNHPV[..., 0, :], values_XBNCV

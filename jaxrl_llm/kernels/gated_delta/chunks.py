@@ -1,0 +1,97 @@
+"""Chunks of tokens by matmuls: all that does not depend on the states before a chunk.
+
+Shape letters: those of inputs.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.kernels.gated_delta.inputs import einsum
+
+SMALLEST_MATMUL = 8
+
+
+class Chunks(NamedTuple):
+    """What does not depend on the states before a chunk."""
+
+    k_XBNCH: jax.Array
+    q_XBNCH: jax.Array  # with the decay since the chunk began
+    values_XBNCV: jax.Array  # what the tokens write, with empty states before the chunk
+    reads_XBNCH: jax.Array  # keys that read the state before the chunk
+    scores_XBNCC: jax.Array  # of queries and keys, decayed
+    decay_XBNCC: jax.Array  # from one token to another that follows it; 0 where none does
+    since_XBNC: jax.Array  # the decay since the chunk began
+
+
+def chunks_of(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    rate: jax.Array,
+    visible_XBCC: jax.Array,
+) -> Chunks:
+    """The chunks of streams [X, B, N, C, ...]."""
+    follows = (visible_XBCC & ~jnp.eye(visible_XBCC.shape[-1], dtype=bool))[:, :, None]
+    visible = visible_XBCC.astype(jnp.float32)
+    total = einsum("XBCD,XBND->XBNC", visible, log_decay)
+    # Summed for each pair: a difference of totals would lose digits where decays are strong.
+    between = einsum("XBCE,XBNED->XBNCD", visible, log_decay[..., None] * follows)
+    decay = jnp.where(visible_XBCC[:, :, None], jnp.exp(between), 0)
+    since = jnp.exp(total)
+    written = jnp.tril(einsum("XBNCH,XBNDH->XBNCD", k, k) * decay, -1) * rate[..., None]
+    solved = unit_lower_inverse(written)
+    return Chunks(
+        k_XBNCH=k,
+        q_XBNCH=q * since[..., None],
+        values_XBNCV=einsum("XBNCD,XBNDV->XBNCV", solved, rate[..., None] * v),
+        reads_XBNCH=einsum("XBNCD,XBNDH->XBNCH", solved, (rate * since)[..., None] * k),
+        scores_XBNCC=einsum("XBNCH,XBNDH->XBNCD", q, k) * decay,
+        decay_XBNCC=decay,
+        since_XBNC=since,
+    )
+
+
+@jax.custom_vjp
+def unit_lower_inverse(below: jax.Array) -> jax.Array:
+    """The inverse of 1 + `below`, which is zero on and over the diagonal; [..., C, C].
+
+    Inverses of blocks on the diagonal are joined to those of blocks of twice the size, by matmuls.
+    Requires: C is a power of 2.
+    """
+    return _inverse(below)
+
+
+def _inverse(below: jax.Array) -> jax.Array:
+    size = below.shape[-1]
+    if size == 1:
+        return jnp.ones_like(below)
+    first, last = slice(0, size // 2), slice(size // 2, size)
+    blocks = jnp.stack([below[..., part, part] for part in (first, last)], axis=-3)
+    inverses = _inverse(blocks)
+    upper, lower = inverses[..., 0, :, :], inverses[..., 1, :, :]
+    corner = -_product(_product(lower, below[..., last, first]), upper)
+    rows = [jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)]
+    rows.append(jnp.concatenate([corner, lower], axis=-1))
+    return jnp.concatenate(rows, axis=-2)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x y; small matrices without a matmul, which would take a kernel for each."""
+    if x.shape[-1] < SMALLEST_MATMUL:
+        return (x[..., None] * y[..., None, :, :]).sum(axis=-2)
+    return einsum("...CD,...DE->...CE", x, y)
+
+
+def _inverse_backward(inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return (-einsum("...DC,...DE,...FE->...CF", inverse, gradient, inverse),)
+
+
+def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = _inverse(below)
+    return inverse, inverse
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

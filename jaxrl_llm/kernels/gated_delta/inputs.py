@@ -1,0 +1,54 @@
+"""What a layer of the gated delta rule (arXiv:2412.06464) reads and keeps.
+
+A head has a state S of keys by values. Of a token with key k, value v, decay a = exp(g) and rate b:
+
+    S <- a S,    S <- S + k (b (v - S^T k))^T,    its output is S^T q
+
+All is float32. A convolution over the last tokens comes first.
+
+Shape letters of this package: B rows or slots, T tokens, X chunks, C tokens of a chunk, G key
+heads, N value heads, H dims of a key, V of a value, W tokens of the convolution, S tokens whose
+states are asked for, P and Q states of a head that are followed at once.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Streams(NamedTuple):
+    """Queries and keys [..., G, H] and values [..., N, V], or something for each of their dims."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+class Inputs(NamedTuple):
+    """What a layer makes of its tokens."""
+
+    streams: Streams  # before the convolution, [B, T, ...]
+    kernels: Streams  # of the convolution, [..., W]
+    log_decay_BTN: jax.Array  # float32, at most 0
+    rate_BTN: jax.Array  # float32, from 0 to 1
+
+
+class DeltaState(NamedTuple):
+    """What a layer keeps of the tokens that it has read."""
+
+    memory: jax.Array  # float32 [..., N, V, H]
+    window: Streams  # the last W - 1 tokens before the convolution, [..., W - 1, heads, dims]
+
+
+def activated(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Activated values, and queries and keys of unit length; queries are divided by sqrt(H)."""
+    q, k, v = (jax.nn.silu(x) for x in (q, k, v))
+
+    def unit(x: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+    return unit(q) * q.shape[-1] ** -0.5, unit(k), v

@@ -1,0 +1,119 @@
+"""One token of every slot by the gated delta rule, in a kernel for Hopper.
+
+A CTA has 64 values of a head of a slot: these rows of the memory, which no other value touches, are
+read once and written once, in place. A slot that begins reads the memory of its prompt instead of
+its own. A free slot reads and writes no memory.
+
+Shape letters: those of inputs.py, and A prompts.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from jaxrl_llm.kernels.hopper import (
+    Interpret,
+    Ref,
+    along,
+    by_column,
+    by_row,
+    load_whole,
+    on_hopper,
+    zeros,
+)
+from jaxrl_llm.kernels.mosaic import plgpu
+
+ROWS = 64  # values of a CTA
+
+
+def kernel_fits(memory_BNVH: jax.Array) -> bool:
+    """Whether the kernel takes these sizes: values by 64, keys of 64 or 128, on a Hopper GPU."""
+    V, H = memory_BNVH.shape[2:]
+    return V % ROWS == 0 and H in (64, 128) and on_hopper()
+
+
+def step_in_kernel(
+    q_BGH: jax.Array,
+    k_BGH: jax.Array,
+    v_BNV: jax.Array,
+    decay_BN: jax.Array,
+    rate_BN: jax.Array,
+    own_BNVH: jax.Array,
+    source_B: jax.Array,
+    prompts_ANVH: jax.Array | None = None,
+    interpret: Interpret = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs [B, N, V] of a token of each slot, and the memory after it.
+
+    `source_B` is -1 for a free slot, whose output is 0, 0 for a slot's own memory, and else the
+    number of its prompt plus 1.
+
+    Requires: `kernel_fits`.
+    """
+    B, N, V, _ = own_BNVH.shape
+    given = () if prompts_ANVH is None else (prompts_ANVH,)
+    kernel: Any = pl.kernel(
+        _body,
+        out_type=jax.ShapeDtypeStruct((B, N, V), jnp.float32),
+        mesh=plgpu.Mesh(grid=(B, N * V // ROWS), grid_names=("slot", "part")),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+        ),
+        interpret=interpret if interpret is not None else False,
+        name="gated_delta_step",
+    )
+
+    @jax.jit  # a reference to global memory exists only inside a jit
+    def written_in_place(own_BNVH: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own_ref = jax.new_ref(own_BNVH, memory_space=plgpu.GMEM)
+        out = kernel(own_ref, *others)
+        return out, jax.freeze(own_ref)
+
+    gates_BN2 = jnp.stack([decay_BN, rate_BN], axis=-1)
+    return written_in_place(
+        own_BNVH, source_B.astype(jnp.int32), q_BGH, k_BGH, v_BNV, gates_BN2, *given
+    )
+
+
+def _body(
+    own_ref: Ref,
+    source_ref: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    gates_ref: Ref,
+    *rest: Ref,
+) -> None:
+    *prompts, out_ref = rest
+    _, N, V, H = own_ref.shape
+    b, part, parts = lax.axis_index("slot"), lax.axis_index("part"), jnp.int32(V // ROWS)
+    n, part = lax.div(part, parts), lax.rem(part, parts)
+    g = lax.div(n, jnp.int32(N // k_ref.shape[1]))
+    rows, source = pl.ds(part * ROWS, ROWS), source_ref[b]
+    own, out = own_ref.at[b, n, rows], out_ref.at[b, n, rows]
+
+    @pl.when(source < 0)
+    def _free() -> None:
+        out[...] = zeros((ROWS,), by_row())
+
+    @pl.when(source >= 0)
+    def _live() -> None:
+        def before(ref: Ref) -> Any:
+            return load_whole(ref, plgpu.Layout.WGMMA)
+
+        memory = before(own) if not prompts else None
+        for ref in prompts:
+            prompt = ref.at[jnp.maximum(source - 1, 0), n, rows]
+            memory = lax.cond(source > 0, lambda p=prompt: before(p), lambda: before(own))
+        k, q = (
+            along(load_whole(ref.at[b, g], by_column()), (ROWS, H), 1) for ref in (k_ref, q_ref)
+        )
+        value = load_whole(v_ref.at[b, n, rows], by_row())
+        memory = memory * gates_ref[b, n, 0]
+        new = gates_ref[b, n, 1] * (value - jnp.sum(memory * k, axis=1))
+        memory = memory + along(new, (ROWS, H)) * k
+        own[...] = memory
+        out[...] = jnp.sum(memory * q, axis=1)

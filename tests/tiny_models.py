@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxrl_llm.kernels.gated_delta import Runs, gated_delta
+from jaxrl_llm.kernels.gated_delta import Runs, chunking_of, gated_delta
 from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.config import GatedDelta, Kind, Mixture, ModelConfig
 from jaxrl_llm.models.families import hf_names, to_hf_config
@@ -130,7 +130,8 @@ def with_rule(attend: Attend) -> Mixers:
     """`attend` with the gated delta rule of rows that hold one sample each."""
 
     def recur(inputs, cache):
-        return gated_delta(inputs, Runs(jnp.zeros(inputs.rate_BTN.shape[:2], jnp.int32))), cache
+        runs = Runs(jnp.zeros(inputs.rate_BTN.shape[:2], jnp.int32))
+        return gated_delta(inputs, chunking_of(runs, inputs.kernels.q.shape[-1])), cache
 
     return Mixers(attend, recur)
 

@@ -39,10 +39,10 @@ from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.kernels.gated_delta import (
     Begin,
+    Chunking,
     DeltaSplit,
     DeltaState,
     Inputs,
-    Runs,
     Streams,
     begun,
     gated_delta_states,
@@ -295,18 +295,18 @@ def prefill_attend(
 
 
 def prefill_recur(
-    start_AL: jax.Array, rows_AS: jax.Array, last_AS: jax.Array, heads: HeadAxes | None
+    chunking: Chunking, rows_AS: jax.Array, last_AS: jax.Array, heads: HeadAxes | None
 ) -> Recur:
     """The gated delta rule over rows of prompts that also writes their states into the cache.
 
-    `start_AL` is the first token of each token's prompt. The state after the token `last_AS` of a
+    `chunking` is that of the rows, whose runs are prompts. The state after the token `last_AS` of a
     row goes to row `rows_AS` of the cache.
 
     Requires: what is not written has distinct rows out of range.
     """
 
     def recur(inputs: Inputs, cache: StateCache, /) -> tuple[jax.Array, StateCache]:
-        out_ALNV, states = gated_delta_states(inputs, Runs(start_AL), last_AS, _delta_split(heads))
+        out_ALNV, states = gated_delta_states(inputs, chunking, last_AS, _delta_split(heads))
         prompts = jax.tree.map(
             lambda x, new: x.at[rows_AS].set(new.astype(x.dtype), mode="drop", unique_indices=True),
             cache.prompts,

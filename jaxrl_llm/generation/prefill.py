@@ -19,6 +19,7 @@ from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sizes import EngineSizes
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.gated_delta import Runs, chunking_of
 from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.experts import Routing
@@ -66,10 +67,13 @@ def prefill(
         attention,
         heads,
     )
+    if spec.config.delta is not None:
+        chunking = chunking_of(Runs(start_AL), spec.config.delta.conv_size)
+        attend = Mixers(attend, prefill_recur(chunking, state_rows_AS, rows.last_AS, heads))
     _, cache, routed = bind(spec, params).routed(
         jnp.where(real_AL, tokens_AL, 0),
         rows.position_AL,
-        attend=Mixers(attend, prefill_recur(start_AL, state_rows_AS, rows.last_AS, heads)),
+        attend=attend,
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,
         routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),

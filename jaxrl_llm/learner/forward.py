@@ -25,7 +25,7 @@ from jaxrl_llm.kernels.flash_attention import (
     gathered,
     token_order,
 )
-from jaxrl_llm.kernels.gated_delta import DeltaSplit, Inputs, Runs, gated_delta
+from jaxrl_llm.kernels.gated_delta import DeltaSplit, Inputs, Runs, chunking_of, gated_delta
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.kernels.strict import Strict, strict_scope
@@ -146,9 +146,14 @@ def routed_states(
             )
             return out, cache
 
+        delta = model.decoder.config.delta
+        if delta is None:
+            return attend
+        runs = _runs(tokens, ranges, shared=rows is not None and rows.shared)
+        chunking = chunking_of(runs, delta.conv_size)
+
         def recur(inputs: Inputs, cache: None) -> tuple[Array, None]:
-            runs = _runs(tokens, ranges, shared=rows is not None and rows.shared)
-            return gated_delta(inputs, runs, delta_split), None
+            return gated_delta(inputs, chunking, delta_split), None
 
         return Mixers(attend, recur)
 

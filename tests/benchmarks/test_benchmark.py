@@ -41,7 +41,7 @@ from benchmarks.roofline import (
 )
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.hardware import hardware_of
-from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, gated_delta
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.flops import (
     attention_flops,
@@ -144,7 +144,9 @@ def test_the_reference_of_a_hybrid_has_attention_and_goes_token_by_token():
         log_decay_BTN=-jnp.exp(normal(2, 9, 2)),
         rate_BTN=jax.nn.sigmoid(normal(2, 9, 2)),
     )
-    expected = gated_delta(inputs, Runs(jnp.zeros((2, 9), jnp.int32)))
+    expected = gated_delta(
+        inputs, chunking_of(Runs(jnp.zeros((2, 9), jnp.int32)), inputs.kernels.q.shape[-1])
+    )
     np.testing.assert_allclose(training._token_by_token(inputs), expected, atol=1e-5)
 
 

@@ -15,6 +15,7 @@ from jaxrl_llm.kernels.gated_delta import (
     Inputs,
     Runs,
     Streams,
+    chunking_of,
     gated_delta,
     gated_delta_step,
 )
@@ -65,7 +66,7 @@ def test_a_gradient_has_no_scatter():
     runs = Runs(*[array(1, T, dtype=jnp.int32)] * 3)
 
     def total(inputs, runs, given):
-        return (gated_delta(inputs, runs) * given).sum()
+        return (gated_delta(inputs, chunking_of(runs, W)) * given).sum()
 
     traced = abstract((inputs_of(1, T), runs, array(1, T, N, V)))
     program = compiled(jax.grad(total), traced)
@@ -101,7 +102,7 @@ def test_each_device_has_its_rows_and_heads():
     split = DeltaSplit(rows=("fsdp",), heads=("tensor",))
 
     def total(inputs, runs, given):
-        return (gated_delta(inputs, runs, split) * given).sum()
+        return (gated_delta(inputs, chunking_of(runs, W), split) * given).sum()
 
     by_head = NamedSharding(mesh, PartitionSpec("fsdp", None, "tensor"))
     inputs = abstract(inputs_of(2, T), by_head)

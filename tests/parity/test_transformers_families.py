@@ -12,7 +12,7 @@ from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
-from jaxrl_llm.kernels.gated_delta import Runs, gated_delta
+from jaxrl_llm.kernels.gated_delta import Runs, chunking_of, gated_delta
 from jaxrl_llm.models import families
 from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import bind, model_spec
@@ -62,7 +62,7 @@ def our_logits(spec, params, tokens, positions, numbers):
     def recur(inputs, cache):
         real = numbers > 0
         start = jnp.where(real, jnp.arange(tokens.shape[1]) - positions, tokens.shape[1])
-        return gated_delta(inputs, Runs(start)), cache
+        return gated_delta(inputs, chunking_of(Runs(start), inputs.kernels.q.shape[-1])), cache
 
     model = bind(spec, params)
     return model.logits(model(tokens, positions, attend=Mixers(attend, recur))[0])

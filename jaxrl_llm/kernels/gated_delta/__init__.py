@@ -7,53 +7,57 @@ of the row do not touch its state.
 Shape letters: those of inputs.py.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.gated_delta.chunks import Chunks, chunks_of
 from jaxrl_llm.kernels.gated_delta.convolution import convolved
 from jaxrl_llm.kernels.gated_delta.inputs import DeltaState, Inputs, Streams, activated, einsum
-from jaxrl_llm.kernels.gated_delta.runs import Runs, by_chunk, chunk_size, following
+from jaxrl_llm.kernels.gated_delta.runs import Chunking, Runs, by_chunk, chunk_size, chunking_of
 from jaxrl_llm.kernels.gated_delta.scan import Moves, scan_chunks
-from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, state_specs
+from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, chunking_specs, state_specs
 from jaxrl_llm.kernels.gated_delta.step import Begin, begun, gated_delta_step
 
 __all__ = [
     "Begin",
+    "Chunking",
     "DeltaSplit",
     "DeltaState",
     "Inputs",
     "Runs",
     "Streams",
     "begun",
+    "chunking_of",
     "gated_delta",
     "gated_delta_states",
     "gated_delta_step",
 ]
 
 
-def gated_delta(inputs: Inputs, runs: Runs, split: DeltaSplit | None = None) -> jax.Array:
+def gated_delta(inputs: Inputs, chunking: Chunking, split: DeltaSplit | None = None) -> jax.Array:
     """The outputs of all tokens, float32 [B, T, N, V]."""
     if split is not None and split.num_devices > 1:
 
         def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
-            return (PartitionSpec(rows),), PartitionSpec(rows, None, heads)
+            return (chunking_specs(chunking, rows),), PartitionSpec(rows, None, heads)
 
-        return split.run(gated_delta, inputs, (runs,), specs)
-    return _by_chunks(inputs, runs)[0]
+        return split.run(gated_delta, inputs, (chunking,), specs)
+    return _by_chunks(inputs, chunking)[0]
 
 
 def gated_delta_states(
-    inputs: Inputs, runs: Runs, last_BS: jax.Array, split: DeltaSplit | None = None
+    inputs: Inputs, chunking: Chunking, last_BS: jax.Array, split: DeltaSplit | None = None
 ) -> tuple[jax.Array, DeltaState]:
     """`gated_delta`, and the states after the tokens `last_BS`; -1 is the state before any token.
 
     Requires: no run has a prompt before it.
     """
-    assert runs.prefix_start_BT is None
+    assert chunking.taps is None
     if split is not None and split.num_devices > 1:
 
         def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
@@ -61,8 +65,8 @@ def gated_delta_states(
             states = state_specs(heads, None, None)
             return (PartitionSpec(), PartitionSpec()), (PartitionSpec(None, None, heads), states)
 
-        return split.run(gated_delta_states, inputs, (runs, last_BS), specs)
-    out_BTNV, chunks, starts_XBNHV, values_XBNCV = _by_chunks(inputs, runs)
+        return split.run(gated_delta_states, inputs, (chunking, last_BS), specs)
+    out_BTNV, chunks, starts_XBNHV, values_XBNCV = _by_chunks(inputs, chunking)
     at_BS = jnp.maximum(last_BS, 0)
     size = chunks.decay_XBNCC.shape[-1]
     rows_B1 = jnp.arange(len(last_BS))[:, None]
@@ -81,7 +85,7 @@ def gated_delta_states(
     memory = jnp.where(some_BS[..., None, None, None], memory, 0)
     width = inputs.kernels.q.shape[-1]
     tokens_BSW = at_BS[..., None] - jnp.arange(width - 2, -1, -1)
-    start_BS = jnp.take_along_axis(runs.start_BT, at_BS, axis=1)
+    start_BS = jnp.take_along_axis(chunking.runs.start_BT, at_BS, axis=1)
     seen_BSW = some_BS[..., None] & (tokens_BSW >= start_BS[..., None])
     rows_B11 = rows_B1[..., None]
 
@@ -92,9 +96,11 @@ def gated_delta_states(
     return out_BTNV, DeltaState(memory, Streams(*map(window, inputs.streams)))
 
 
-def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, Chunks, jax.Array, jax.Array]:
+def _by_chunks(
+    inputs: Inputs, chunking: Chunking
+) -> tuple[jax.Array, Chunks, jax.Array, jax.Array]:
     """Outputs [B, T, N, V], the chunks, the states before each and the values that tokens write."""
-    q, k, v = activated(*(convolved(x, w, runs) for x, w in zip(*inputs[:2], strict=True)))
+    q, k, v = activated(*_convolved(inputs, chunking))
     repeats = v.shape[-2] // k.shape[-2]
     if repeats > 1:
         q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
@@ -102,18 +108,13 @@ def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, Chunks, jax.Array
     length = v.shape[1]
     size = chunk_size(length)
     q, k, v, log_decay, rate = (jnp.moveaxis(by_chunk(x, size), 3, 2) for x in streams)
-    visible_XBCC, entering = following(runs, size)
+    _, visible_XBCC, enters_XBPC, ends_XBPC, _ = chunking
     chunks = chunks_of(q, k, v, log_decay, rate, visible_XBCC)
-    # P, Q: the state of the last token, and where runs have prompts that of the last prompt.
-    final_C = (jnp.arange(size) == size - 1).astype(jnp.float32)
-    enters, places = [entering.last], [jnp.broadcast_to(final_C, entering.last.shape)]
-    if runs.prefix_start_BT is not None:
-        enters, places = [*enters, entering.prompt], [*places, entering.ending]
-    enters_XBPC, places_XBPC = jnp.stack(enters, axis=2), jnp.stack(places, axis=2)
-    keeps_XBNPQ = einsum("XBPC,XBQC,XBNC->XBNPQ", places_XBPC, enters_XBPC, chunks.since_XBNC)
-    if len(enters) > 1:  # a prompt that no other one follows
-        keeps_XBNPQ += (places_XBPC.sum(axis=-1) == 0)[:, :, None, :, None] * jnp.eye(2)
-    leaves_XBNPC = einsum("XBPD,XBNDC->XBNPC", places_XBPC, chunks.decay_XBNCC)
+    keeps_XBNPQ = einsum("XBPC,XBQC,XBNC->XBNPQ", ends_XBPC, enters_XBPC, chunks.since_XBNC)
+    states = enters_XBPC.shape[2]
+    if states > 1:  # a prompt that no other one follows
+        keeps_XBNPQ += (ends_XBPC.sum(axis=-1) == 0)[:, :, None, :, None] * jnp.eye(states)
+    leaves_XBNPC = einsum("XBPD,XBNDC->XBNPC", ends_XBPC, chunks.decay_XBNCC)
     moves = Moves(
         left_XBNCH=-chunks.reads_XBNCH,
         right_XBNCH=chunks.k_XBNCH,
@@ -128,6 +129,16 @@ def _by_chunks(inputs: Inputs, runs: Runs) -> tuple[jax.Array, Chunks, jax.Array
     out += einsum("XBNCD,XBNDV->XBNCV", chunks.scores_XBNCC, values_XBNCV)
     out_BXCNV = out.transpose(1, 0, 3, 2, 4)
     out_BTNV = out_BXCNV.reshape(len(out_BXCNV), -1, *out_BXCNV.shape[3:])
-    since = chunks.since_XBNC * entering.last[:, :, None]
+    since = chunks.since_XBNC * enters_XBPC[:, :, :1]
     chunks = chunks._replace(since_XBNC=since)
     return out_BTNV[:, :length], chunks, starts_XBNHPV[..., 0, :], values_XBNCV
+
+
+def _convolved(inputs: Inputs, chunking: Chunking) -> list[jax.Array]:
+    """The streams after their convolutions, which are one over all channels."""
+    shapes = [x.shape for x in inputs.streams]
+    x_BTE = jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in inputs.streams], axis=-1)
+    kernel_EW = jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in inputs.kernels])
+    ends = np.cumsum([math.prod(shape[2:]) for shape in shapes])[:-1].tolist()
+    parts = jnp.split(convolved(x_BTE, kernel_EW, chunking), ends, axis=-1)
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

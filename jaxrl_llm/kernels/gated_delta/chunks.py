@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.kernels.gated_delta.inputs import einsum
 
-SMALLEST_MATMUL = 8
+SMALLEST = 8  # rows of a block that is inverted, and of a matmul
 
 
 class Chunks(NamedTuple):
@@ -58,7 +58,7 @@ def chunks_of(
 def unit_lower_inverse(below: jax.Array) -> jax.Array:
     """The inverse of 1 + `below`, which is zero on and over the diagonal; [..., C, C].
 
-    Inverses of blocks on the diagonal are joined to those of blocks of twice the size, by matmuls.
+    Inverses of small blocks on the diagonal are joined to those of blocks of twice the size.
     Requires: C is a power of 2.
     """
     return _inverse(below)
@@ -66,21 +66,36 @@ def unit_lower_inverse(below: jax.Array) -> jax.Array:
 
 def _inverse(below: jax.Array) -> jax.Array:
     size = below.shape[-1]
-    if size == 1:
-        return jnp.ones_like(below)
-    first, last = slice(0, size // 2), slice(size // 2, size)
-    blocks = jnp.stack([below[..., part, part] for part in (first, last)], axis=-3)
-    inverses = _inverse(blocks)
-    upper, lower = inverses[..., 0, :, :], inverses[..., 1, :, :]
-    corner = -_product(_product(lower, below[..., last, first]), upper)
-    rows = [jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)]
-    rows.append(jnp.concatenate([corner, lower], axis=-1))
-    return jnp.concatenate(rows, axis=-2)
+    block = min(size, SMALLEST)
+    # (1 + B)^-1 = (1 - B) (1 + B^2) (1 + B^4): no sum of powers, and B^8 is 0.
+    power = -_corners(below, block, 0, 0)
+    inverse = jnp.eye(block) + power
+    for _ in range(block.bit_length() - 2):
+        power = _product(power, power)
+        inverse += _product(inverse, power)
+    while block < size:
+        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = _product(_product(lower, -_corners(below, 2 * block, block, 0)), upper)
+        above = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+        under = jnp.concatenate([corner, lower], axis=-1)
+        inverse = jnp.concatenate([above, under], axis=-2)
+        block *= 2
+    return inverse[..., 0, :, :]
+
+
+def _corners(x: jax.Array, block: int, row: int, column: int) -> jax.Array:
+    """Of each block on the diagonal, the half or whole that begins at this row and column."""
+    number, size = x.shape[-1] // block, block - max(row, column)
+    each = [
+        x[..., i + row : i + row + size, i + column : i + column + size]
+        for i in range(0, number * block, block)
+    ]
+    return jnp.stack(each, axis=-3)
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     """x y; small matrices without a matmul, which would take a kernel for each."""
-    if x.shape[-1] < SMALLEST_MATMUL:
+    if x.shape[-1] <= SMALLEST:
         return (x[..., None] * y[..., None, :, :]).sum(axis=-2)
     return einsum("...CD,...DE->...CE", x, y)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.gated_delta.inputs import DeltaState, Inputs
+from jaxrl_llm.kernels.gated_delta.runs import Chunking, PromptTaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,15 @@ class DeltaSplit:
             axis_names={*self.rows, *self.heads},
             check_vma=False,
         )(inputs._replace(kernels=kernels), *others)
+
+
+def chunking_specs(chunking: Chunking, rows: Any) -> Chunking:
+    """The PartitionSpecs of a chunking: rows are the first dim of tokens, the second of chunks."""
+    of_tokens, of_chunks = PartitionSpec(rows), PartitionSpec(None, rows)
+    taps: list[Any] = [of_tokens, of_tokens, of_chunks, of_chunks, of_chunks, of_chunks]
+    of_taps = None if chunking.taps is None else PromptTaps(*taps)
+    specs: list[Any] = [of_tokens, of_chunks, of_chunks, of_chunks, of_taps]
+    return Chunking(*specs)
 
 
 def state_specs(heads: Any, *lead: None) -> DeltaState:

@@ -1,12 +1,13 @@
 """One token of every slot by the gated delta rule, in a kernel for Hopper.
 
-A CTA has 64 values of a head of a slot: these rows of the memory, which no other value touches, are
-read once and written once, in place. A slot that begins reads the memory of its prompt instead of
-its own. A free slot reads and writes no memory.
+A CTA has a head of a slot, whose memory is read once and written once, in place. The first values
+are computed while the others load. A slot that begins reads the memory of its prompt instead of its
+own. A free slot reads and writes no memory.
 
 Shape letters: those of inputs.py, and A prompts.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxrl_llm.kernels.hopper import (
 )
 from jaxrl_llm.kernels.mosaic import plgpu
 
-ROWS = 64  # values of a CTA
+ROWS = 64  # values that are computed at a time
 
 
 def kernel_fits(memory_BNVH: jax.Array) -> bool:
@@ -53,12 +54,23 @@ def step_in_kernel(
 
     Requires: `kernel_fits`.
     """
-    B, N, V, _ = own_BNVH.shape
+    B, N, V, H = own_BNVH.shape
     given = () if prompts_ANVH is None else (prompts_ANVH,)
+    parts = V // ROWS
+    # In tiles that neither a load by TMA nor one into registers spreads over few banks.
+    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    scratch = dict(
+        memory_smem=plgpu.SMEM((parts, ROWS, H), jnp.float32, transforms=transforms),
+        loaded=plgpu.Barrier(num_barriers=parts),
+    )
+
+    def with_scratch(*refs: Ref) -> None:
+        pl.run_scoped(partial(_body, *refs), collective_axes=(), **scratch)
+
     kernel: Any = pl.kernel(
-        _body,
+        with_scratch,
         out_type=jax.ShapeDtypeStruct((B, N, V), jnp.float32),
-        mesh=plgpu.Mesh(grid=(B, N * V // ROWS), grid_names=("slot", "part")),
+        mesh=plgpu.Mesh(grid=(B, N), grid_names=("slot", "head")),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
@@ -86,34 +98,45 @@ def _body(
     v_ref: Ref,
     gates_ref: Ref,
     *rest: Ref,
+    memory_smem: Ref,
+    loaded: Ref,
 ) -> None:
     *prompts, out_ref = rest
     _, N, V, H = own_ref.shape
-    b, part, parts = lax.axis_index("slot"), lax.axis_index("part"), jnp.int32(V // ROWS)
-    n, part = lax.div(part, parts), lax.rem(part, parts)
+    b, n = lax.axis_index("slot"), lax.axis_index("head")
     g = lax.div(n, jnp.int32(N // k_ref.shape[1]))
-    rows, source = pl.ds(part * ROWS, ROWS), source_ref[b]
-    own, out = own_ref.at[b, n, rows], out_ref.at[b, n, rows]
+    source = source_ref[b]
+    parts = [pl.ds(i * ROWS, ROWS) for i in range(V // ROWS)]
+
+    def load(ref: Ref) -> None:
+        for i, rows in enumerate(parts):
+            plgpu.copy_gmem_to_smem(ref.at[rows], memory_smem.at[i], loaded.at[i])
+
+    own = own_ref.at[b, n]
+    pl.when(source == 0 if prompts else source >= 0)(lambda: load(own))
+    for ref in prompts:
+        prompt = ref.at[jnp.maximum(source - 1, 0), n]
+        pl.when(source > 0)(partial(load, prompt))
 
     @pl.when(source < 0)
     def _free() -> None:
-        out[...] = zeros((ROWS,), by_row())
+        for rows in parts:
+            out_ref[b, n, rows] = zeros((ROWS,), by_row())
 
     @pl.when(source >= 0)
     def _live() -> None:
-        def before(ref: Ref) -> Any:
-            return load_whole(ref, plgpu.Layout.WGMMA)
-
-        memory = before(own) if not prompts else None
-        for ref in prompts:
-            prompt = ref.at[jnp.maximum(source - 1, 0), n, rows]
-            memory = lax.cond(source > 0, lambda p=prompt: before(p), lambda: before(own))
         k, q = (
             along(load_whole(ref.at[b, g], by_column()), (ROWS, H), 1) for ref in (k_ref, q_ref)
         )
-        value = load_whole(v_ref.at[b, n, rows], by_row())
-        memory = memory * gates_ref[b, n, 0]
-        new = gates_ref[b, n, 1] * (value - jnp.sum(memory * k, axis=1))
-        memory = memory + along(new, (ROWS, H)) * k
-        own[...] = memory
-        out[...] = jnp.sum(memory * q, axis=1)
+        decay, rate = gates_ref[b, n, 0], gates_ref[b, n, 1]
+        for i, rows in enumerate(parts):
+            value = load_whole(v_ref.at[b, n, rows], by_row())
+            plgpu.barrier_wait(loaded.at[i])
+            memory = load_whole(memory_smem.at[i], plgpu.Layout.WGMMA) * decay
+            new = rate * (value - jnp.sum(memory * k, axis=1))
+            memory = memory + along(new, (ROWS, H)) * k
+            memory_smem[i, :, :] = memory
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(memory_smem.at[i], own.at[rows])
+            out_ref[b, n, rows] = jnp.sum(memory * q, axis=1)
+        plgpu.wait_smem_to_gmem(0)

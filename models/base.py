@@ -31,6 +31,7 @@ from jaxrl_llm.models.frozen import (
     quantize,
     quantized_as,
 )
+from jaxrl_llm.models.gated_delta import PROJECTIONS
 from jaxrl_llm.models.heads import CausalLM, ScalarModel
 from jaxrl_llm.models.layers import FROZEN, Form
 from jaxrl_llm.models.lora import Lora, attach, join, merged, split
@@ -243,7 +244,9 @@ def bind(spec: ModelSpec, params: Params) -> Any:
 
 
 def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
-    """The same model with one kernel for q, k and v and one for gate and up. Call it inside jit.
+    """The same model with one kernel for the projections of an input. Call it inside jit.
+
+    These are q, k and v of attention, gate and up of an MLP, and all of a gated delta rule.
 
     Reading weights and launching kernels bound a decode step of few tokens. Fewer and larger
     matmuls help with both.
@@ -255,8 +258,11 @@ def merge_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Param
     layers = {}
     for name, layer in params["decoder"]["layers"].items():
         attention, mlp = dict(layer["attention"]), dict(layer["mlp"])
-        kept = spec.config.latent is not None or spec.config.is_linear(int(name))
-        if not kept:  # latent attention and a gated delta rule keep their projections
+        if spec.config.is_linear(int(name)):
+            kernels = [attention.pop(part)["kernel"] for part in PROJECTIONS]
+            kernels = [kernel.reshape(len(kernel), -1) for kernel in kernels]
+            attention["merged"] = {"kernel": jnp.concatenate(kernels, axis=-1)}
+        elif spec.config.latent is None:  # latent attention keeps its projections
             H = spec.config.head_dim  # a gated query's projection has twice as many
             parts = [attention.pop(part) for part in ("q", "k", "v")]
             attention["qkv"] = {

@@ -6,6 +6,8 @@ Shape letters: B batch, T tokens, D hidden, G key heads, N value heads, H dims o
 value, W tokens of the convolution.
 """
 
+import itertools
+import math
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,8 @@ from jaxrl_llm.models.config import GatedDelta, ModelConfig
 from jaxrl_llm.models.layers import Form, Projection, gathering, parameter, projection_of
 from jaxrl_llm.numerics import rms_norm
 
+# The projections of the inputs, in the order in which they are merged.
+PROJECTIONS = ("q", "k", "v", "gate", "rate", "decay")
 # Parameters that are stored and computed in float32, whatever the dtype: they go through exp.
 DECAY = ("log_speed", "decay_bias")
 
@@ -27,7 +31,8 @@ DECAY = ("log_speed", "decay_bias")
 class GatedDeltaNet(nnx.Module):
     """A short convolution, the gated delta rule, and a gated norm of its output.
 
-    Heads are split as those of attention: an axis of the mesh divides both kinds.
+    Heads are split as those of attention: an axis of the mesh divides both kinds. In merged form,
+    all input projections are one kernel; see `base.merge_projections`.
     """
 
     def __init__(
@@ -39,12 +44,16 @@ class GatedDeltaNet(nnx.Module):
         heads = ("q_heads", "head_dim")
         projection = partial(projection_of(form), dtype=dtype)
         small = partial(Projection, dtype=dtype)  # never in float8: they go through exp
-        self.q = projection((D, G, H), ("embed", *heads))
-        self.k = projection((D, G, H), ("embed", *heads))
-        self.v = projection((D, N, V), ("embed", *heads))
-        self.gate = projection((D, N, V), ("embed", *heads))
-        self.rate = small((D, N), ("embed", "q_heads"))
-        self.decay = small((D, N), ("embed", "q_heads"))
+        self.parts = ((G, H), (G, H), (N, V), (N, V), (N,), (N,))  # q to decay
+        if form.endswith("separate"):
+            self.q = projection((D, G, H), ("embed", *heads))
+            self.k = projection((D, G, H), ("embed", *heads))
+            self.v = projection((D, N, V), ("embed", *heads))
+            self.gate = projection((D, N, V), ("embed", *heads))
+            self.rate = small((D, N), ("embed", "q_heads"))
+            self.decay = small((D, N), ("embed", "q_heads"))
+        else:
+            self.merged = small((D, sum(map(math.prod, self.parts))), ("embed", "merged"))
         shapes = {"q_conv": (G, H, W), "k_conv": (G, H, W), "v_conv": (N, V, W)}
         for name, shape in shapes.items():
             setattr(self, name, parameter(shape, (*heads, "norm"), "normal", dtype))
@@ -76,6 +85,10 @@ class GatedDeltaNet(nnx.Module):
         return self.o(gated_BTNV.astype(gate_BTNV.dtype)), new_cache
 
     def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(
-            layer(x_BTD) for layer in (self.q, self.k, self.v, self.gate, self.rate, self.decay)
-        )
+        """Queries, keys, values and gates of heads, rates and decays."""
+        if not hasattr(self, "merged"):
+            return tuple(getattr(self, name)(x_BTD) for name in PROJECTIONS)
+        ends = list(itertools.accumulate(map(math.prod, self.parts)))
+        parts = jnp.split(self.merged(x_BTD), ends[:-1], axis=-1)
+        batch = x_BTD.shape[:-1]
+        return tuple(x.reshape(*batch, *shape) for x, shape in zip(parts, self.parts, strict=True))

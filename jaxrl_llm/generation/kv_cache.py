@@ -43,7 +43,6 @@ from jaxrl_llm.kernels.gated_delta import (
     DeltaSplit,
     DeltaState,
     Inputs,
-    Streams,
     begun,
     gated_delta_states,
     gated_delta_step,
@@ -246,10 +245,9 @@ def init_cache(
 
 
 def _empty_states(delta: GatedDelta, number: int, dtype: jnp.dtype) -> DeltaState:
-    keys, values = (delta.key_heads, delta.key_dim), (delta.value_heads, delta.value_dim)
     memory = jnp.zeros((number, delta.value_heads, delta.value_dim, delta.key_dim), jnp.float32)
-    window = (jnp.zeros((number, delta.conv_size - 1, *x), dtype) for x in (keys, keys, values))
-    return DeltaState(memory, Streams(*window))
+    channels = 2 * delta.key_heads * delta.key_dim + delta.value_heads * delta.value_dim
+    return DeltaState(memory, jnp.zeros((number, delta.conv_size - 1, channels), dtype))
 
 
 def prefill_attend(

@@ -1,5 +1,6 @@
 """Training: the actor's update and the passes without gradient, as the stages run them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -398,7 +399,8 @@ def _token_by_token(inputs: Inputs) -> jax.Array:
     width = inputs.kernels.q.shape[-1]
     B, _, N, V = inputs.streams.v.shape
     memory = jnp.zeros((B, N, V, inputs.streams.k.shape[-1]), jnp.float32)
-    window = jax.tree.map(lambda x: jnp.zeros_like(x[:, : width - 1]), inputs.streams)
+    channels = sum(math.prod(x.shape[2:]) for x in inputs.streams)
+    window = jnp.zeros((B, width - 1, channels), inputs.streams.v.dtype)
 
     live_B = jnp.ones(B, bool)
 

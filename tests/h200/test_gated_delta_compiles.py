@@ -42,10 +42,8 @@ def inputs_of(rows, tokens):
 
 
 def states_of(number):
-    window = (
-        array(number, W - 1, *shape, dtype=jnp.bfloat16) for shape in ((G, H), (G, H), (N, V))
-    )
-    return DeltaState(array(number, N, V, H), Streams(*window))
+    channels = 2 * G * H + N * V
+    return DeltaState(array(number, N, V, H), array(number, W - 1, channels, dtype=jnp.bfloat16))
 
 
 def compiled(run, traced, **how):

@@ -184,7 +184,7 @@ def test_states_and_steps(monkeypatch):
     assert not any(np.any(x[0, 0]) for x in jax.tree.leaves(states))
     _, of_one = by_tokens(parts_of(inputs, np.arange(1)))
     np.testing.assert_allclose(states.memory[0, 1].swapaxes(1, 2), of_one, atol=2e-5)
-    np.testing.assert_array_equal(states.window.v[0, 1, :2], 0)  # before the first token
+    np.testing.assert_array_equal(states.window[0, 1, :2], 0)  # before the first token
     state, step = jax.tree.map(lambda x: x[0, 2:], states), jax.jit(rule.gated_delta_step)
     for token in range(start + 10, 16):
         out, state = step(parts_of(inputs, np.array([token])), state, np.array([True]))

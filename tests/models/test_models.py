@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import HYBRID, MODEL
 from tiny_models import CONFIGS, our_params, their_tensors, with_rule
 
 from jaxrl_llm.kernels.decode_attention import DecodeInputs, prefix_decode_attention
@@ -258,10 +259,11 @@ def test_a_scan_runs_a_pattern_of_layers_and_what_remains():
     np.testing.assert_allclose(scanned, expected, atol=1e-5)
 
 
-def test_merged_projections_compute_the_same():
-    config = families.config_from_hf(
-        {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1}
-    )
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_merged_projections_compute_the_same(hybrid):
+    """Of attention with biases, and of a gated delta rule."""
+    attention = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1}
+    config = families.config_from_hf(MODEL | HYBRID if hybrid else attention)
     spec = model_spec(config)
     params = jax.tree.map(lambda x: x + 0.1, fresh(spec))
     merged_spec, merged = merge_projections(spec, params)

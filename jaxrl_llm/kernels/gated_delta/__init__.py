@@ -7,17 +7,24 @@ of the row do not touch its state.
 Shape letters: those of inputs.py.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.gated_delta.chunks import Chunks, chunks_of
 from jaxrl_llm.kernels.gated_delta.convolution import convolved
-from jaxrl_llm.kernels.gated_delta.inputs import DeltaState, Inputs, Streams, activated, einsum
+from jaxrl_llm.kernels.gated_delta.inputs import (
+    DeltaState,
+    Inputs,
+    Streams,
+    activated,
+    channels,
+    einsum,
+    of_channels,
+    taps,
+)
 from jaxrl_llm.kernels.gated_delta.runs import Chunking, Runs, by_chunk, chunk_size, chunking_of
 from jaxrl_llm.kernels.gated_delta.scan import Moves, scan_chunks
 from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, chunking_specs, state_specs
@@ -87,20 +94,16 @@ def gated_delta_states(
     tokens_BSW = at_BS[..., None] - jnp.arange(width - 2, -1, -1)
     start_BS = jnp.take_along_axis(chunking.runs.start_BT, at_BS, axis=1)
     seen_BSW = some_BS[..., None] & (tokens_BSW >= start_BS[..., None])
-    rows_B11 = rows_B1[..., None]
-
-    def window(x_BTGH: jax.Array) -> jax.Array:
-        found = x_BTGH[rows_B11, jnp.maximum(tokens_BSW, 0)]
-        return jnp.where(seen_BSW[..., None, None], found, 0)
-
-    return out_BTNV, DeltaState(memory, Streams(*map(window, inputs.streams)))
+    window_BSWE = channels(inputs.streams)[rows_B1[..., None], jnp.maximum(tokens_BSW, 0)]
+    return out_BTNV, DeltaState(memory, jnp.where(seen_BSW[..., None], window_BSWE, 0))
 
 
 def _by_chunks(
     inputs: Inputs, chunking: Chunking
 ) -> tuple[jax.Array, Chunks, jax.Array, jax.Array]:
     """Outputs [B, T, N, V], the chunks, the states before each and the values that tokens write."""
-    q, k, v = activated(*_convolved(inputs, chunking))
+    y_BTE = convolved(channels(inputs.streams), taps(inputs), chunking)
+    q, k, v = activated(*of_channels(y_BTE, inputs.streams))
     repeats = v.shape[-2] // k.shape[-2]
     if repeats > 1:
         q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
@@ -132,13 +135,3 @@ def _by_chunks(
     since = chunks.since_XBNC * enters_XBPC[:, :, :1]
     chunks = chunks._replace(since_XBNC=since)
     return out_BTNV[:, :length], chunks, starts_XBNHPV[..., 0, :], values_XBNCV
-
-
-def _convolved(inputs: Inputs, chunking: Chunking) -> list[jax.Array]:
-    """The streams after their convolutions, which are one over all channels."""
-    shapes = [x.shape for x in inputs.streams]
-    x_BTE = jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in inputs.streams], axis=-1)
-    kernel_EW = jnp.concatenate([w.reshape(-1, w.shape[-1]) for w in inputs.kernels])
-    ends = np.cumsum([math.prod(shape[2:]) for shape in shapes])[:-1].tolist()
-    parts = jnp.split(convolved(x_BTE, kernel_EW, chunking), ends, axis=-1)
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

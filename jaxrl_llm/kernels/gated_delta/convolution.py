@@ -1,6 +1,6 @@
 """The convolution over the last tokens that a token follows, and its gradient without a scatter.
 
-Shape letters: those of inputs.py, and E channels: all dims of all heads.
+Shape letters: those of inputs.py.
 """
 
 import jax
@@ -21,7 +21,7 @@ from jaxrl_llm.kernels.hopper import on_gpu
 
 def convolved(x_BTE: jax.Array, kernel_EW: jax.Array, chunking: Chunking) -> jax.Array:
     """The causal convolution over the tokens that each token follows, float32."""
-    x_BTE, kernel_EW = x_BTE.astype(jnp.float32), kernel_EW.astype(jnp.float32)
+    x_BTE = x_BTE.astype(jnp.float32)
     token_T, width = jnp.arange(x_BTE.shape[1]), kernel_EW.shape[-1]
     y_BTE = x_BTE * kernel_EW[:, -1]
     for back in range(1, min(width, len(token_T))):

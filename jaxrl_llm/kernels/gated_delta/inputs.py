@@ -7,8 +7,8 @@ A head has a state S of keys by values. Of a token with key k, value v, decay a 
 All is float32. A convolution over the last tokens comes first.
 
 Shape letters of this package: B rows or slots, T tokens, X chunks, C tokens of a chunk, G key
-heads, N value heads, H dims of a key, V of a value, W tokens of the convolution, S tokens whose
-states are asked for, P and Q states of a head that are followed at once.
+heads, N value heads, H dims of a key, V of a value, E channels, W tokens of the convolution, S
+tokens whose states are asked for, P and Q states of a head that are followed at once.
 """
 
 from functools import partial
@@ -41,7 +41,28 @@ class DeltaState(NamedTuple):
     """What a layer keeps of the tokens that it has read."""
 
     memory: jax.Array  # float32 [..., N, V, H]
-    window: Streams  # the last W - 1 tokens before the convolution, [..., W - 1, heads, dims]
+    window: jax.Array  # the last W - 1 tokens before the convolution, `channels` [..., W - 1, E]
+
+
+def channels(streams: Streams) -> jax.Array:
+    """All dims of all heads [B, T, E]: queries, keys, values."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in streams], axis=-1)
+
+
+def taps(inputs: Inputs) -> jax.Array:
+    """The kernels of the convolution, float32 [E, W]."""
+    kernels = [x.reshape(-1, x.shape[-1]) for x in inputs.kernels]
+    return jnp.concatenate(kernels).astype(jnp.float32)
+
+
+def of_channels(x: jax.Array, like: Streams) -> Streams:
+    """The heads [..., heads, dims] of channels [..., E]."""
+    parts, start = [], 0
+    for heads, dims in (stream.shape[-2:] for stream in like):
+        part = x[..., start : start + heads * dims]
+        parts.append(part.reshape(*x.shape[:-1], heads, dims))
+        start += heads * dims
+    return Streams(*parts)
 
 
 def activated(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.kernels.gated_delta.inputs import (
     DeltaState,
     Inputs,
-    Streams,
     activated,
+    channels,
     einsum,
+    of_channels,
+    taps,
 )
 from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, state_specs
 from jaxrl_llm.kernels.gated_delta.step_kernel import kernel_fits, step_in_kernel
@@ -66,14 +68,9 @@ def gated_delta_step(
         return split.run(gated_delta_step, inputs, (own, live_B, begin), specs)
     prompts = None if begin is None else begin.prompts
     before = begun(begin, own.window, None if prompts is None else prompts.window)
-    windows = Streams(
-        *(jnp.concatenate([w, x], axis=1) for w, x in zip(before, inputs.streams, strict=True))
-    )
-    q_BGH, k_BGH, v_BNV = (
-        einsum("BWGH,GHW->BGH", x.astype(jnp.float32), kernel.astype(jnp.float32))
-        for x, kernel in zip(windows, inputs.kernels, strict=True)
-    )
-    q_BGH, k_BGH, v_BNV = activated(q_BGH, k_BGH, v_BNV)
+    window_BWE = jnp.concatenate([before, channels(inputs.streams)], axis=1)
+    y_BE = einsum("BWE,EW->BE", window_BWE.astype(jnp.float32), taps(inputs))
+    q_BGH, k_BGH, v_BNV = activated(*of_channels(y_BE, inputs.streams))
     decay_BN, rate_BN = jnp.exp(inputs.log_decay_BTN[:, 0]), inputs.rate_BTN[:, 0]
     token = (q_BGH, k_BGH, v_BNV, decay_BN, rate_BN)
     if kernel_fits(own.memory):
@@ -86,8 +83,7 @@ def gated_delta_step(
         memory = begun(begin, own.memory, None if prompts is None else prompts.memory)
         out_BNV, after = _step(*token, memory)
         memory = _chosen(live_B, after, own.memory)
-    after = Streams(*(x[:, 1:] for x in windows))
-    return out_BNV[:, None], DeltaState(memory, _chosen(live_B, after, own.window))
+    return out_BNV[:, None], DeltaState(memory, _chosen(live_B, window_BWE[:, 1:], own.window))
 
 
 def _step(

@@ -32,10 +32,10 @@ BUFFERS = 0.8e9  # of collectives
 SCATTERED = 1.25  # bytes of a weight: gradients of a micro-batch, in bf16, that wait for their sum
 SCALE = 4  # bytes of an output of a float8 projection
 # Float32 numbers of a token and head in a gated delta rule: for each dim of a key or value, each
-# token of a chunk, and each chunk's share of a state. What is kept for the backward pass, and what
-# that pass has at once besides, as multiples of them.
+# token of a chunk, and each chunk's share of a state. What a layer keeps for the backward pass, and
+# what that pass has at once, as multiples of them.
 RULE_DIMS, RULE_PAIRS, RULE_STATES = 6, 16, 3
-RULE_KEPT, RULE_GRADIENTS = 1.6, 1.4
+RULE_KEPT, RULE_GRADIENTS = 0.87, 0.7
 
 
 def kept(model: Model, devices: Devices) -> float:
@@ -216,14 +216,14 @@ def saved_bytes(model: Model) -> float:
 
 
 def _rule_bytes(model: Model) -> float:
-    """Bytes of one token in the rule whose backward pass runs, and in the others that are kept."""
+    """Bytes of one token in the rule whose backward pass runs, and in all that are kept."""
     config = model.config
     if (delta := config.delta) is None:
         return 0.0
     numbers = RULE_DIMS * (delta.key_dim + delta.value_dim) + RULE_PAIRS * CHUNK
     numbers += RULE_STATES * delta.key_dim * delta.value_dim / CHUNK
     rules = config.num_layers - config.num_attention_layers
-    kept = RULE_KEPT * (rules if model.settings.remat == "none" else 1)
+    kept = RULE_KEPT * (rules if model.settings.remat == "none" else 0)
     return 4.0 * delta.value_heads * numbers * (kept + RULE_GRADIENTS)
 
 

@@ -47,8 +47,8 @@ ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort,
 ADAPTED_FEATURE = 0.95e-9  # seconds of a decode step for a feature in or out of adapters apart
 DEQUANTIZED = 0.65  # of the rate of memory: a decode step's bf16 copy of float8 projections
 # Seconds of a token in a gated delta rule, for each value head of a layer: of 128 x 128.
-RULE_FORWARD, RULE_BACKWARD = 46e-9, 163e-9
-STATE_PASSES = 4.5  # bytes that a decode step moves for a byte of a slot's states
+RULE_FORWARD, RULE_BACKWARD = 21e-9, 43e-9
+STATE_PASSES = 2.6  # bytes that a decode step moves for a byte of a slot's states
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
 FEW_ROWS = 30  # matmuls of a decode step with so many sequences run at half of the rate
 SAMPLING_BYTES = 12  # of a logit: three passes over the float32 logits

@@ -36,8 +36,8 @@ class Chunking(NamedTuple):
 class PromptTaps(NamedTuple):
     """What the convolution takes from the prompts before runs, and where its gradient goes.
 
-    Y are chunks, too. E are the tokens of a chunk with the last ones of the chunk before, F those
-    with the first ones of the chunk after. R are E for each distance between two tokens, and then
+    Y are chunks, too. Z are the tokens of a chunk with the last ones of the chunk before, F those
+    with the first ones of the chunk after. R are Z for each distance between two tokens, and then
     what goes to prompts that ended in chunks before: a row for each distance and each number of
     tokens behind in the prompt. Some rows more take nothing.
     """
@@ -66,6 +66,7 @@ def chunking_of(runs: Runs, conv_size: int) -> Chunking:
 
 
 def chunk_size(length: int) -> int:
+    """Tokens of a chunk of rows of this length: a power of 2, at least 8."""
     return min(CHUNK, max(8, 1 << (length - 1).bit_length()))
 
 
@@ -102,7 +103,6 @@ class _Prompts(NamedTuple):
 
     end_XBC: jax.Array
     length_XBC: jax.Array  # 0: none is before the token's run
-    first_XBC: jax.Array  # whether a token is the first of a run with a prompt
     earlier_XBC: jax.Array  # whether the run begins in the chunk, and the prompt ended before it
     chunk_XBY: jax.Array  # whether it ended in chunk Y
     last_YB: jax.Array  # place in Y of its last token; -1: no later chunk follows a prompt there
@@ -122,7 +122,6 @@ def _prompts_of(runs: Runs, size: int) -> _Prompts:
     return _Prompts(
         end_XBC=end_XBC,
         length_XBC=jnp.where(has_XBC, end_XBC - begin_XBC, 0),
-        first_XBC=has_XBC & (start_XBC == token_X1C),
         earlier_XBC=earlier_XBC,
         chunk_XBY=chunk_XBY,
         last_YB=jnp.where(chunk_XBY, last_XB1 % size, -1).max(axis=0).T,
@@ -180,13 +179,13 @@ def _prompt_taps(runs: Runs, width: int) -> PromptTaps:
     starts_XBF = (start_XBF >= 0) & (start_XBF < size) & (in_run_XBF >= 0)  # in this chunk
     last_XBF = and_after(prompts.end_XBC, after) - 1 - first_X11  # of the prompt
     length_XBF = and_after(prompts.length_XBC, after)
-    place_E1 = jnp.arange(-lead, size)[:, None]
+    place_Z1 = jnp.arange(-lead, size)[:, None]
     near, far = [], []
     for distance in range(1, width):
         behind_XBF = distance - 1 - in_run_XBF  # tokens after it in the prompt
         takes_XBF = starts_XBF & (behind_XBF >= 0) & (behind_XBF < length_XBF)
         near_XB1F = (takes_XBF & (last_XBF >= 0))[:, :, None]
-        near.append(((last_XBF - behind_XBF)[:, :, None] == place_E1) & near_XB1F)
+        near.append(((last_XBF - behind_XBF)[:, :, None] == place_Z1) & near_XB1F)
         far_XBF = takes_XBF & (last_XBF < 0)
         far += [(far_XBF & (behind_XBF == b))[:, :, None] for b in range(distance)]
 

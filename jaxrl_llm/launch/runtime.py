@@ -22,6 +22,7 @@ from typing import NoReturn
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.distributed.placement import numbers_of_roles
+from jaxrl_llm.launch.freed_memory import keep_freed_memory
 from jaxrl_llm.observability.garbage import end_without_search
 
 USER_ERROR = 2
@@ -332,6 +333,8 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
 
 
 def _set_up_devices(num_cpu_devices: int, exact: bool) -> None:
+    if num_cpu_devices or not visible_gpus():
+        keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)
     limit = max(XLA_HOST_MEMORY_GB, int(HOST_MEMORY_FRACTION * host_memory() / 2**30))
     os.environ.setdefault(HOST_MEMORY_LIMIT, str(limit))

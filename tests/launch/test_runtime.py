@@ -90,14 +90,22 @@ def test_a_role_on_the_devices_of_a_rollout_ahead_is_refused(monkeypatch):
         runtime._placed(config)
 
 
-def test_devices_flag_splits_the_cpu():
+def test_devices_flag_splits_the_cpu_which_keeps_what_is_freed():
+    """Four arrays of 64 MB are 65,536 pages, and the kernel need not clear one of them."""
     program = (
+        "import os, resource\n"
+        "os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])\n"
         "from jaxrl_llm.config import MeshConfig\n"
         "from jaxrl_llm.launch import runtime\n"
         "runtime.prepare(num_cpu_devices=8)\n"
         "import jax\n"
         "print(jax.device_count(), runtime.fit_mesh(MeshConfig(fsdp=8)).fsdp)\n"
-        "import os; print(runtime.IN_ORDER in os.environ['XLA_FLAGS'])\n"
+        "print(runtime.IN_ORDER in os.environ['XLA_FLAGS'])\n"
+        "fill = jax.jit(lambda value: jax.numpy.full(2**24, value))\n"
+        "def faults():\n"
+        "    for _ in range(4): fill(1.0).block_until_ready()\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "print(-faults() + faults() < 4096)\n"
         "runtime.fit_mesh(MeshConfig(data=2))\n"
         "runtime.fit_mesh(MeshConfig(fsdp=2))\n"
     )
@@ -109,7 +117,7 @@ def test_devices_flag_splits_the_cpu():
         timeout=60,
         env=environment,
     )
-    assert result.stdout == "8 8\nTrue\n", result.stderr
+    assert result.stdout == "8 8\nTrue\nTrue\n", result.stderr
     assert result.stderr.splitlines() == [
         "the mesh uses 2 of 8 devices, 6 are idle; --config.mesh.data=8 uses all",
         "the mesh uses 2 of 8 devices, 6 are idle; with fsdp=2, --config.mesh.data=4 uses all",

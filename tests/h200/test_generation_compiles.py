@@ -139,9 +139,15 @@ def innermost_loops(text):
 
 
 @pytest.fixture(scope="module")
-def decode_bodies(program, case):
+def text(program):
+    """The program as text, which takes XLA half a second."""
+    return program.as_text()
+
+
+@pytest.fixture(scope="module")
+def decode_bodies(text, case):
     """Those of decode steps: of all slots, then of the tails."""
-    inner = innermost_loops(program.as_text())
+    inner = innermost_loops(text)
     assert len(inner) == 1 + len(case.tails)
     return inner
 
@@ -167,8 +173,8 @@ def large_copies(found, body):
     return result
 
 
-def test_no_large_copy(program, decode_bodies):
-    found = computations(program.as_text())
+def test_no_large_copy(text, decode_bodies):
+    found = computations(text)
     for body in decode_bodies:
         assert large_copies(found, body) == []
 
@@ -193,17 +199,17 @@ def test_large_copies_are_seen():
     assert large_copies(found, copies + others) == copies
 
 
-def test_no_float32_weights_and_no_sort(program, decode_bodies):
+def test_no_float32_weights_and_no_sort(text, decode_bodies):
     D, F, H = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.head_dim
     N, merged = CONFIG.num_heads, CONFIG.num_heads + 2 * CONFIG.num_kv_heads
     attention = (f"{D},{merged},{H}", f"{D},{merged * H}", f"{N},{H},{D}", f"{N * H},{D}")
     for body in decode_bodies:
-        text = "\n".join(body)
+        step = "\n".join(body)
         for shape in (f"{D},{2 * F}", f"{F},{D}", f"{CONFIG.vocab_size},{D}"):
-            assert f"bf16[{shape}]" in text and f"f32[{shape}]" not in text
-        assert not any(f"f32[{shape}]" in text for shape in attention)
-        assert " sort(" not in text
-    sorted_lines = [line for line in program.as_text().splitlines() if " sort(" in line]
+            assert f"bf16[{shape}]" in step and f"f32[{shape}]" not in step
+        assert not any(f"f32[{shape}]" in step for shape in attention)
+        assert " sort(" not in step
+    sorted_lines = [line for line in text.splitlines() if " sort(" in line]
     assert not any(str(CONFIG.vocab_size) in line for line in sorted_lines)
 
 

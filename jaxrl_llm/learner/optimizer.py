@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.distributed.sharding import in_host_memory
-from jaxrl_llm.learner.router_balance import is_balance
+from jaxrl_llm.learner.train_state import of_moments
 from jaxrl_llm.numerics import round_by_chance
 
 AT_ONCE = 2  # parameters whose offloaded moments are on the device at the same time
@@ -68,11 +68,8 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     narrow = config.moment_dtype == "bfloat16"
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        def one(path: Any, x: Array) -> Array | None:
-            return None if is_balance(path) else jnp.zeros_like(x, config.moment_dtype)
-
         def zeros() -> Any:
-            return jax.tree.map_with_path(one, params)
+            return of_moments(lambda x: jnp.zeros_like(x, config.moment_dtype), params)
 
         return optax.ScaleByAdamState(count=jnp.zeros((), jnp.int32), mu=zeros(), nu=zeros())
 

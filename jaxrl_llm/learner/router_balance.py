@@ -14,13 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.models.config import BALANCE
-
-
-def is_balance(path: Any) -> bool:
-    """Whether the parameter at this path of keys is such a bias."""
-    return bool(path) and getattr(path[-1], "key", "") == BALANCE
+from jaxrl_llm.learner.train_state import Params, is_balance
 
 
 def balanced(

@@ -1,5 +1,6 @@
 """What one role owns on the device: parameters, optimizer state and its step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +68,21 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     )
 
 
+def is_balance(path: Any) -> bool:
+    """Whether the parameter at this path of keys is a bias that balances a router."""
+    return bool(path) and getattr(path[-1], "key", "") == BALANCE
+
+
+def of_moments(make: Callable[[Any], Any], params: Any) -> Any:
+    """`make` of every parameter that has moments, and None for a balance bias, which has none."""
+
+    def one(path: Any, x: Any) -> Any:
+        return None if is_balance(path) else make(x)
+
+    return jax.tree.map_with_path(one, params)
+
+
 def state_shardings(
-    abstract_params: Params,
     param_shardings: Params,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -81,20 +95,18 @@ def state_shardings(
     """
     # Any: the same record, with a sharding where a state has an array.
     replicated: Any = NamedSharding(mesh, PartitionSpec())
-    opt_state = jax.eval_shape(optimizer.init, abstract_params)
 
-    def of_moment(moment: Any, sharding: Any) -> Any:
-        if moment is None:  # of a balance bias
-            return None
+    def of_moment(sharding: Any) -> Any:
         return sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
 
+    moments = of_moments(of_moment, param_shardings)
+    # The state of one parameter has the form of that of all, and is traced in no time.
+    one = jax.ShapeDtypeStruct((), jnp.float32)
     opt_shardings = optax.tree_map_params(
         optimizer,
-        of_moment,
-        opt_state,
-        param_shardings,
+        lambda _: moments,
+        jax.eval_shape(optimizer.init, one),
         transform_non_params=lambda _: replicated,
-        is_leaf=lambda x: x is None,
     )
     return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
 

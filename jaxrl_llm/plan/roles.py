@@ -107,7 +107,6 @@ class Role:
         if self.optimizer is None:
             return own
         return state_shardings(
-            self.spec.learned,
             own,
             self.optimizer,
             self.mesh,

@@ -26,7 +26,7 @@ def memory(kind, *, fsdp, num_epochs):
     optimizer = make_optimizer(config, 10)
     params = {f"{i:02}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(PARAMETERS)}
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
-    placed = state_shardings(params, jax.tree.map(lambda _: split, params), optimizer, mesh)
+    placed = state_shardings(jax.tree.map(lambda _: split, params), optimizer, mesh)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         jax.eval_shape(partial(init_state, optimizer=optimizer), params),

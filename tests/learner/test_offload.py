@@ -33,7 +33,7 @@ class Updates:
         params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
         whole = NamedSharding(mesh, PartitionSpec())
         placed = state_shardings(
-            params, jax.tree.map(lambda _: whole, params), optimizer, mesh, offload=offload
+            jax.tree.map(lambda _: whole, params), optimizer, mesh, offload=offload
         )
         init = partial(init_state, optimizer=optimizer)
         self.abstract = jax.tree.map(
@@ -78,7 +78,7 @@ def test_moments_wait_for_others_also_behind_a_bias_that_has_none():
     state = jax.eval_shape(partial(init_state, optimizer=optimizer), params)
     mesh = make_mesh(devices=jax.devices()[:1])
     whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
-    placed = state_shardings(params, whole, optimizer, mesh, offload=True)
+    placed = state_shardings(whole, optimizer, mesh, offload=True)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
     )

@@ -139,9 +139,7 @@ def test_a_checkpoint_keeps_it(tmp_path):
     abstract = jax.eval_shape(lambda: init_state(skewed(), optimizer))
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = jax.tree.map(lambda _: one_device, abstract.params)
-    placed = state_shardings(
-        abstract.params, params, optimizer, make_mesh(devices=jax.devices()[:1])
-    )
+    placed = state_shardings(params, optimizer, make_mesh(devices=jax.devices()[:1]))
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
     )

@@ -494,9 +494,8 @@ def test_bfloat16_moments_follow_float32_ones():
 def test_moments_lie_as_their_parameters_do():
     for dtype in ("float32", "bfloat16"):
         optimizer = make_optimizer(OptimizerConfig(moment_dtype=dtype), 10)
-        shapes = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        placed = state_shardings(shapes, {"w": "where w lies"}, optimizer, mesh)
+        placed = state_shardings({"w": "where w lies"}, optimizer, mesh)
         assert placed.opt_state[0].mu == placed.opt_state[0].nu == {"w": "where w lies"}
 
 

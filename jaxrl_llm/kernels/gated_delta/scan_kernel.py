@@ -166,6 +166,9 @@ def _body(
             starts_ref[x, b, n, :, p, columns] = state
             store(states_smem.at[p], state)
         plgpu.commit_smem()
+        # All warps have passed the matmuls of the step before, whose stage is free now.
+        free = lax.rem(i + STAGES - 1, jnp.int32(STAGES))
+        pl.when((i > 0) & (i + STAGES - 1 < X))(lambda: load(i + STAGES - 1, free))
         plgpu.barrier_wait(loaded.at[stage])
         values = load_whole(own_smem.at[stage], layout)
         for p in range(P):
@@ -192,7 +195,6 @@ def _body(
                     lambda half, p=p: writes_smem.at[p, half],
                 )
             )
-        pl.when(i + STAGES < X)(lambda: load(i + STAGES, stage))
         return tuple(after)
 
     for i in range(min(STAGES, X)):

@@ -14,7 +14,6 @@ Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,13 +39,13 @@ from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.kernels.gated_delta import (
     Begin,
     Chunking,
-    DeltaSplit,
     DeltaState,
     Inputs,
     begun,
     gated_delta_states,
     gated_delta_step,
 )
+from jaxrl_llm.kernels.mesh_split import MeshSplit, axes_size
 from jaxrl_llm.kernels.strict import strict_in_scope
 from jaxrl_llm.models.attention import Attend, Kept, Recur
 from jaxrl_llm.models.base import ModelConfig
@@ -74,16 +73,11 @@ class HeadAxes(NamedTuple):
 
     def num_query(self) -> int:
         """Into how many parts query heads are split."""
-        return _size(self.query)
+        return axes_size(self.query)
 
     def num_kv(self) -> int:
         """Into how many parts KV heads are split."""
-        return _size(self.kv)
-
-
-def _size(axes: tuple[str, ...]) -> int:
-    shape = jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape[axis] for axis in axes)
+        return axes_size(self.kv)
 
 
 class LayerCache(NamedTuple):
@@ -315,8 +309,8 @@ def prefill_recur(
     return recur
 
 
-def _delta_split(heads: HeadAxes | None) -> DeltaSplit | None:
-    return None if heads is None else DeltaSplit(heads=heads.query)
+def _delta_split(heads: HeadAxes | None) -> MeshSplit | None:
+    return None if heads is None else MeshSplit(heads=heads.query)
 
 
 def decode_recur(

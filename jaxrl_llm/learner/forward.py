@@ -19,15 +19,15 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import (
-    AttentionSplit,
     Implementation,
     attention,
     gathered,
     token_order,
 )
-from jaxrl_llm.kernels.gated_delta import DeltaSplit, Inputs, Runs, chunking_of, gated_delta
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, chunking_of, gated_delta
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
@@ -115,11 +115,10 @@ def routed_states(
         return hidden[:, in_order], routed
 
     def attend_in(ranges: Ranges | None, layout: Layout | None) -> Attend:
-        split = delta_split = None
+        split = None
         if layout is not None:
             rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
-            split = AttentionSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
-            delta_split = DeltaSplit(rows=rows_axes, heads=heads)
+            split = MeshSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
 
         def attend(
             q: Array,
@@ -153,7 +152,7 @@ def routed_states(
         chunking = chunking_of(runs, delta.conv_size)
 
         def recur(inputs: Inputs, cache: None) -> tuple[Array, None]:
-            return gated_delta(inputs, chunking, delta_split), None
+            return gated_delta(inputs, chunking, split), None
 
         return Mixers(attend, recur)
 

@@ -401,7 +401,6 @@ def _token_by_token(inputs: Inputs) -> jax.Array:
     memory = jnp.zeros((B, N, V, inputs.streams.k.shape[-1]), jnp.float32)
     channels = sum(math.prod(x.shape[2:]) for x in inputs.streams)
     window = jnp.zeros((B, width - 1, channels), inputs.streams.v.dtype)
-
     live_B = jnp.ones(B, bool)
 
     def step(state: DeltaState, token: tuple[Any, ...]) -> tuple[DeltaState, jax.Array]:

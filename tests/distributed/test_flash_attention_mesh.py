@@ -16,12 +16,12 @@ from jaxrl_llm.distributed.layout import cuts_for, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.kernels import flash_attention
 from jaxrl_llm.kernels.flash_attention import (
-    AttentionSplit,
     Visibility,
     attention,
     attention_reference,
     packed_visibility,
 )
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 from jaxrl_llm.learner.forward import ForwardSettings, hidden_states
 from jaxrl_llm.learner.train_state import cast
 from jaxrl_llm.models.base import bind, init_params, model_spec
@@ -75,7 +75,7 @@ def run(mesh, split, heads, *, rows=4):
 
 
 def test_rows_and_heads_are_split_and_scarce_kv_heads_copied():
-    by = AttentionSplit(rows=("data", "fsdp"), heads=("tensor",))
+    by = MeshSplit(rows=("data", "fsdp"), heads=("tensor",))
     assert run(make_mesh(2, 1, 4), by, (8, 4)) == (2, 2, 1)
     assert run(make_mesh(1, 2, 4), by, (8, 2)) == (2, 2, 1)
     assert run(make_mesh(2, 2, 2), by, (3, 1)) == (1, 3, 1)  # 3 heads over 2 devices: all on each
@@ -111,7 +111,7 @@ def test_a_sink_goes_with_its_head_and_a_soft_cap_with_all(monkeypatch):
         for n in (8, 2, 2)
     )
     sinks, mesh = jnp.linspace(-2.0, 4.0, 8), make_mesh(1, 2, 4)
-    by = AttentionSplit(rows=("fsdp",), heads=("tensor",))
+    by = MeshSplit(rows=("fsdp",), heads=("tensor",))
 
     def how(sinks):
         return {"sinks": sinks, "softcap": 0.7}

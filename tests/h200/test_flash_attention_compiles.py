@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from target import abstract, compiled_in_a_process, h200_mesh, needs_compiler, one_h200
 
 from jaxrl_llm.kernels import flash_attention
-from jaxrl_llm.kernels.flash_attention import AttentionSplit, attention, packed_visibility
+from jaxrl_llm.kernels.flash_attention import attention, packed_visibility
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 
 pytestmark = needs_compiler
 
@@ -90,7 +91,7 @@ def fits(head_dim, num_kernels, compiling):
 
 def test_kernels_compile_on_a_mesh_that_is_in_scope():
     mesh = h200_mesh((1, 2, 2))
-    split = AttentionSplit(rows=("data", "fsdp"), heads=("tensor",))
+    split = MeshSplit(rows=("data", "fsdp"), heads=("tensor",))
     rows, whole = (NamedSharding(mesh, PartitionSpec(axes)) for axes in (("data", "fsdp"), None))
     shapes = [(4, 256, heads, 64) for heads in (4, 2, 2)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

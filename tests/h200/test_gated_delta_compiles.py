@@ -10,7 +10,6 @@ from target import abstract, h200_mesh, needs_compiler
 
 from jaxrl_llm.kernels.gated_delta import (
     Begin,
-    DeltaSplit,
     DeltaState,
     Inputs,
     Runs,
@@ -20,6 +19,7 @@ from jaxrl_llm.kernels.gated_delta import (
     gated_delta_step,
 )
 from jaxrl_llm.kernels.hopper import compiling_for_hopper
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 
 pytestmark = needs_compiler
 T, G, N, H, V, W = 256, 2, 4, 128, 128, 4
@@ -97,7 +97,7 @@ def test_a_token_writes_states_in_place(begins):
 def test_each_device_has_its_rows_and_heads():
     """The kernels of four devices: two halves of the rows and two of the heads. No scatter here."""
     mesh = h200_mesh((1, 2, 2))
-    split = DeltaSplit(rows=("fsdp",), heads=("tensor",))
+    split = MeshSplit(rows=("fsdp",), heads=("tensor",))
 
     def total(inputs, runs, given):
         return (gated_delta(inputs, chunking_of(runs, W), split) * given).sum()

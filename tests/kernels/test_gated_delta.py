@@ -208,9 +208,28 @@ def test_inverse_of_equal_keys():
     np.testing.assert_allclose(found, -exact.T @ gradient @ exact.T, atol=1e-4)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the interpreter transposes from 0.11 on"
-)
+def test_each_gradient_of_the_states():
+    """Of all that the recurrence reads, against jax's own gradient of the scan over chunks."""
+    rng = np.random.default_rng(4)
+    X, B, heads, P, C = 3, 2, 2, 2, 4
+    shapes = ((C, H), (C, H), (P, C), (P, C), (P, P), (C, V))
+    moves = scan.Moves(
+        *(rng.normal(size=(X, B, heads, *shape)).astype(np.float32) / 2 for shape in shapes)
+    )
+
+    @jax.jit
+    def run(moves):
+        states, pull = jax.vjp(scan.scan_chunks, moves)
+        plain, pull_plain = jax.vjp(scan._run, moves)
+        given = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size).reshape(x.shape)), states)
+        return (states, pull(given)), (plain, pull_plain(given))
+
+    found, expected = run(moves)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@interpreted
 @pytest.mark.parametrize(("states", "reverse"), [(1, False), (2, True)])
 def test_the_kernel_of_the_states(states, reverse):
     """Three chunks against a loop in float64. A factor counts with 17 bits."""

@@ -24,19 +24,18 @@ from jaxrl_llm.kernels.flash_attention.reference import (
     visible_keys,
 )
 from jaxrl_llm.kernels.flash_attention.split import (
-    AttentionSplit,
     gathered,
     split_attention,
     token_order,
 )
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility, packed_visibility
 from jaxrl_llm.kernels.hopper import on_hopper
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [
     "ATTENTION",
     "SCHEDULE",
-    "AttentionSplit",
     "Implementation",
     "Visibility",
     "attention",
@@ -69,7 +68,7 @@ def attention(
     window: int | None = None,
     lengths: Int[Array, " B"] | None = None,
     visibility: Visibility | None = None,
-    split: AttentionSplit | None = None,
+    split: MeshSplit | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
     implementation: Implementation = "auto",

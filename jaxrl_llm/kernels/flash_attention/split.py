@@ -9,7 +9,6 @@ Shape letters: those of common.py.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -19,33 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionSplit:
-    """The axes of the mesh in scope that split rows, tokens of a row, and heads, outermost first.
-
-    Rows or heads that their axes do not divide are computed by every device.
-    """
-
-    rows: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices share the attention."""
-        return _size((*self.rows, *self.tokens, *self.heads))
-
-    @property
-    def num_token_parts(self) -> int:
-        """Into how many parts each row is split."""
-        return _size(self.tokens)
-
-
-def _size(axes: tuple[str, ...]) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[name] for name in axes)
+from jaxrl_llm.kernels.mesh_split import MeshSplit, axes_size
 
 
 def token_order(length: int, parts: int) -> np.ndarray:
@@ -67,7 +40,7 @@ def split_attention(
     v_BTKH: Array,
     lengths_B: Array | None,
     visibility: Visibility | None,
-    split: AttentionSplit,
+    split: MeshSplit,
     sinks_N: Array | None = None,
 ) -> Array:
     """`attend` on each device of the mesh in scope: its own queries with all keys of their rows.
@@ -83,9 +56,8 @@ def split_attention(
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Auto
     }
-    rows = split.rows if q_BTNH.shape[0] % _size(split.rows) == 0 else ()
-    heads = split.heads if q_BTNH.shape[2] % _size(split.heads) == 0 else ()
-    repeats = math.lcm(k_BTKH.shape[2], _size(heads)) // k_BTKH.shape[2]
+    rows, heads = split.rows_of(q_BTNH.shape[0]), split.heads_of(q_BTNH.shape[2])
+    repeats = math.lcm(k_BTKH.shape[2], axes_size(heads)) // k_BTKH.shape[2]
     if repeats > 1:  # each device gets the KV heads of its own query heads
         k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
 

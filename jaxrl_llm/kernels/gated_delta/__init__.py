@@ -27,13 +27,13 @@ from jaxrl_llm.kernels.gated_delta.inputs import (
 )
 from jaxrl_llm.kernels.gated_delta.runs import Chunking, Runs, by_chunk, chunk_size, chunking_of
 from jaxrl_llm.kernels.gated_delta.scan import Moves, scan_chunks
-from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, chunking_specs, state_specs
+from jaxrl_llm.kernels.gated_delta.split import chunking_specs, on_each_device, state_specs
 from jaxrl_llm.kernels.gated_delta.step import Begin, begun, gated_delta_step
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 
 __all__ = [
     "Begin",
     "Chunking",
-    "DeltaSplit",
     "DeltaState",
     "Inputs",
     "Runs",
@@ -46,19 +46,19 @@ __all__ = [
 ]
 
 
-def gated_delta(inputs: Inputs, chunking: Chunking, split: DeltaSplit | None = None) -> jax.Array:
+def gated_delta(inputs: Inputs, chunking: Chunking, split: MeshSplit | None = None) -> jax.Array:
     """The outputs of all tokens, float32 [B, T, N, V]."""
     if split is not None and split.num_devices > 1:
 
         def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
             return (chunking_specs(chunking, rows),), PartitionSpec(rows, None, heads)
 
-        return split.run(gated_delta, inputs, (chunking,), specs)
+        return on_each_device(split, gated_delta, inputs, (chunking,), specs)
     return _by_chunks(inputs, chunking)[0]
 
 
 def gated_delta_states(
-    inputs: Inputs, chunking: Chunking, last_BS: jax.Array, split: DeltaSplit | None = None
+    inputs: Inputs, chunking: Chunking, last_BS: jax.Array, split: MeshSplit | None = None
 ) -> tuple[jax.Array, DeltaState]:
     """`gated_delta`, and the states after the tokens `last_BS`; -1 is the state before any token.
 
@@ -72,7 +72,7 @@ def gated_delta_states(
             states = state_specs(heads, None, None)
             return (PartitionSpec(), PartitionSpec()), (PartitionSpec(None, None, heads), states)
 
-        return split.run(gated_delta_states, inputs, (chunking, last_BS), specs)
+        return on_each_device(split, gated_delta_states, inputs, (chunking, last_BS), specs)
     out_BTNV, chunks, starts_XBNHV, values_XBNCV = _by_chunks(inputs, chunking)
     at_BS = jnp.maximum(last_BS, 0)
     size = chunks.decay_XBNCC.shape[-1]

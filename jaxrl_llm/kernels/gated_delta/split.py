@@ -5,9 +5,7 @@ The partitioner cannot split a kernel. No device needs anything of another one.
 Shape letters: those of inputs.py.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,50 +14,36 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.kernels.gated_delta.inputs import DeltaState, Inputs
 from jaxrl_llm.kernels.gated_delta.runs import Chunking, PromptTaps
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeltaSplit:
-    """The axes of the mesh in scope that split rows and heads, outermost first.
+def on_each_device(
+    split: MeshSplit,
+    compute: Callable[..., Any],
+    inputs: Inputs,
+    others: tuple[Any, ...],
+    specs: Callable[[Any, Any], tuple[tuple[Any, ...], Any]],
+) -> Any:
+    """`compute(inputs, *others)` on each device.
 
-    Rows or heads that their axes do not divide are computed by every device.
+    `specs` gives the PartitionSpecs of `others` and of the result, from the axes that split rows
+    and those that split heads.
     """
-
-    rows: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices share the work."""
-        return _size((*self.rows, *self.heads))
-
-    def run(
-        self,
-        compute: Callable[..., Any],
-        inputs: Inputs,
-        others: tuple[Any, ...],
-        specs: Callable[[Any, Any], tuple[tuple[Any, ...], Any]],
-    ) -> Any:
-        """`compute(inputs, *others)` on each device.
-
-        `specs` gives the PartitionSpecs of `others` and of the result, from the axes that split
-        rows and those that split heads.
-        """
-        B, _, G = inputs.streams.k.shape[:3]
-        rows = self.rows if B % _size(self.rows) == 0 else ()
-        heads = self.heads if G % _size(self.heads) == 0 else ()
-        of_others, of_result = specs(rows or None, heads or None)
-        by_head = PartitionSpec(rows or None, None, heads or None)
-        of_inputs: list[Any] = [by_head, PartitionSpec(heads or None), by_head, by_head]
-        # In float32, as devices that share heads add up the gradients of these.
-        kernels = jax.tree.map(lambda x: x.astype(jnp.float32), inputs.kernels)
-        return jax.shard_map(
-            compute,
-            in_specs=(Inputs(*of_inputs), *of_others),
-            out_specs=of_result,
-            axis_names={*self.rows, *self.heads},
-            check_vma=False,
-        )(inputs._replace(kernels=kernels), *others)
+    assert split.num_token_parts == 1, "tokens of a row that is split are refused"
+    rows = split.rows_of(inputs.streams.k.shape[0]) or None
+    heads = split.heads_of(inputs.streams.k.shape[2]) or None
+    of_others, of_result = specs(rows, heads)
+    by_head = PartitionSpec(rows, None, heads)
+    of_inputs: list[Any] = [by_head, PartitionSpec(heads), by_head, by_head]
+    # In float32, as devices that share heads add up the gradients of these.
+    kernels = jax.tree.map(lambda x: x.astype(jnp.float32), inputs.kernels)
+    return jax.shard_map(
+        compute,
+        in_specs=(Inputs(*of_inputs), *of_others),
+        out_specs=of_result,
+        axis_names={*split.rows, *split.heads},
+        check_vma=False,
+    )(inputs._replace(kernels=kernels), *others)
 
 
 def chunking_specs(chunking: Chunking, rows: Any) -> Chunking:
@@ -78,8 +62,3 @@ def state_specs(heads: Any, *lead: None) -> DeltaState:
         PartitionSpec(*lead, None, heads),
     ]
     return DeltaState(*of_memory_and_window)
-
-
-def _size(axes: tuple[str, ...]) -> int:
-    shape = jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape[axis] for axis in axes)

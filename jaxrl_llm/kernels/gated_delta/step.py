@@ -18,8 +18,9 @@ from jaxrl_llm.kernels.gated_delta.inputs import (
     of_channels,
     taps,
 )
-from jaxrl_llm.kernels.gated_delta.split import DeltaSplit, state_specs
+from jaxrl_llm.kernels.gated_delta.split import on_each_device, state_specs
 from jaxrl_llm.kernels.gated_delta.step_kernel import kernel_fits, step_in_kernel
+from jaxrl_llm.kernels.mesh_split import MeshSplit
 
 
 class Begin(NamedTuple):
@@ -50,7 +51,7 @@ def gated_delta_step(
     own: DeltaState,
     live_B: jax.Array,
     begin: Begin | None = None,
-    split: DeltaSplit | None = None,
+    split: MeshSplit | None = None,
 ) -> tuple[jax.Array, DeltaState]:
     """The output of one more token of each slot, float32 [B, 1, N, V], and the states after it.
 
@@ -65,7 +66,7 @@ def gated_delta_step(
             of_others = (states, whole, None if begin is None else Begin(*of_begin))
             return of_others, (PartitionSpec(None, None, heads), states)
 
-        return split.run(gated_delta_step, inputs, (own, live_B, begin), specs)
+        return on_each_device(split, gated_delta_step, inputs, (own, live_B, begin), specs)
     prompts = None if begin is None else begin.prompts
     before = begun(begin, own.window, None if prompts is None else prompts.window)
     window_BWE = jnp.concatenate([before, channels(inputs.streams)], axis=1)

@@ -57,7 +57,7 @@ def step_in_kernel(
     B, N, V, H = own_BNVH.shape
     given = () if prompts_ANVH is None else (prompts_ANVH,)
     parts = V // ROWS
-    # In tiles that neither a load by TMA nor one into registers spreads over few banks.
+    # In these tiles neither TMA nor a load into registers has bank conflicts.
     transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     scratch = dict(
         memory_smem=plgpu.SMEM((parts, ROWS, H), jnp.float32, transforms=transforms),

@@ -109,12 +109,13 @@ def random_params(shapes: Any, seed: int, scale: float = 0.3) -> Any:
     )
 
 
-def first_states(iteration: Iteration) -> States:
+def first_states(iteration: Iteration, scale: float = 0.3) -> States:
     """Every role with random weights of its own; the reference is close to the actor."""
     states: States = {KL_CONTROLLER: iteration.controller_state()}
     for name, role in iteration.roles.items():
         shapes = role.spec.learned
-        params = random_params(shapes, len(name) if name != "reference" else len("actor"))
+        seed = len(name) if name != "reference" else len("actor")
+        params = random_params(shapes, seed, scale)
         if name == "reference":
             params = jax.tree.map(lambda x: x * np.float32(0.95), params)
         states[name] = role.state(make_global(params, role.own_shardings))

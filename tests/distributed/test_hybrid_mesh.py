@@ -15,6 +15,10 @@ from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
 
+# Of random weights. With 0.3 the last bits of the weights move the gradient's norm by 2e-5, and the
+# KL loss by 4e-5; so by 4e-6.
+SCALE = 0.05
+
 
 @functools.cache
 def iterate(**sizes):
@@ -24,7 +28,7 @@ def iterate(**sizes):
     config = replace(config, actor=actor, algorithm=c.GRPO(use_kl_loss=True), mesh=mesh)
     config = packed(config, 32)
     iteration = open_iteration(config, make_mesh(**mesh.sizes))
-    states, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    states, batch, metrics = run_step(iteration, first_states(iteration, SCALE), 1)
     return batch, metrics, fetch(states["actor"].params)
 
 
@@ -36,10 +40,9 @@ def test_an_iteration_equals_one_device():
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)
     names = [n for n in expected_metrics if n.endswith(("_loss", "grad_norm"))]
     assert {"actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= set(names)
-    # Short keys are divided by their length: each order of sums moves the norm by up to 6e-6.
     for name in names:
         np.testing.assert_allclose(
-            metrics[name], expected_metrics[name], rtol=2e-5, atol=1e-6, err_msg=name
+            metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-6, err_msg=name
         )
     for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)

@@ -22,8 +22,8 @@ from jaxrl_llm.kernels.gated_delta.inputs import (
     activated,
     channels,
     einsum,
+    kernel_of,
     of_channels,
-    taps,
 )
 from jaxrl_llm.kernels.gated_delta.runs import Chunking, Runs, by_chunk, chunk_size, chunking_of
 from jaxrl_llm.kernels.gated_delta.scan import Moves, scan_chunks
@@ -102,7 +102,7 @@ def _by_chunks(
     inputs: Inputs, chunking: Chunking
 ) -> tuple[jax.Array, Chunks, jax.Array, jax.Array]:
     """Outputs [B, T, N, V], the chunks, the states before each and the values that tokens write."""
-    y_BTE = convolved(channels(inputs.streams), taps(inputs), chunking)
+    y_BTE = convolved(channels(inputs.streams), kernel_of(inputs), chunking)
     q, k, v = activated(*of_channels(y_BTE, inputs.streams))
     repeats = v.shape[-2] // k.shape[-2]
     if repeats > 1:

@@ -55,8 +55,8 @@ def _over_prompts_backward(
     size, lead = tap_chunk(length, width), width - 2
     gradient_XBFE = and_after(by_chunk(gradient_BTE, size), tokens_after(size, width))
     given_XBRE = _sums(taps.takes_XBRF, gradient_XBFE)
-    near, row = lead + size, (width - 1) * (lead + size)
-    far_YBRE = einsum("XBY,XBRE->YBRE", taps.chunk_XBY, given_XBRE[:, :, row:])
+    near = lead + size  # rows of a distance
+    far_YBRE = einsum("XBY,XBRE->YBRE", taps.chunk_XBY, given_XBRE[:, :, (width - 1) * near :])
     row, given = 0, []
     for distance in range(1, width):
         of_chunk = given_XBRE[:, :, (distance - 1) * near : distance * near]

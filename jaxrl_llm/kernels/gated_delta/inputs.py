@@ -49,8 +49,8 @@ def channels(streams: Streams) -> jax.Array:
     return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in streams], axis=-1)
 
 
-def taps(inputs: Inputs) -> jax.Array:
-    """The kernels of the convolution, float32 [E, W]."""
+def kernel_of(inputs: Inputs) -> jax.Array:
+    """The kernel of the convolution of all `channels`, float32 [E, W]."""
     kernels = [x.reshape(-1, x.shape[-1]) for x in inputs.kernels]
     return jnp.concatenate(kernels).astype(jnp.float32)
 

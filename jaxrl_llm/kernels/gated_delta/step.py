@@ -15,8 +15,8 @@ from jaxrl_llm.kernels.gated_delta.inputs import (
     activated,
     channels,
     einsum,
+    kernel_of,
     of_channels,
-    taps,
 )
 from jaxrl_llm.kernels.gated_delta.split import on_each_device, state_specs
 from jaxrl_llm.kernels.gated_delta.step_kernel import kernel_fits, step_in_kernel
@@ -70,7 +70,7 @@ def gated_delta_step(
     prompts = None if begin is None else begin.prompts
     before = begun(begin, own.window, None if prompts is None else prompts.window)
     window_BWE = jnp.concatenate([before, channels(inputs.streams)], axis=1)
-    y_BE = einsum("BWE,EW->BE", window_BWE.astype(jnp.float32), taps(inputs))
+    y_BE = einsum("BWE,EW->BE", window_BWE.astype(jnp.float32), kernel_of(inputs))
     q_BGH, k_BGH, v_BNV = activated(*of_channels(y_BE, inputs.streams))
     decay_BN, rate_BN = jnp.exp(inputs.log_decay_BTN[:, 0]), inputs.rate_BTN[:, 0]
     token = (q_BGH, k_BGH, v_BNV, decay_BN, rate_BN)

@@ -31,8 +31,8 @@ def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def inputs_of(rows, tokens):
-    shapes = ((G, H), (G, H), (N, V))
+def inputs_of(rows, tokens, values=V):
+    shapes = ((G, H), (G, H), (N, values))
     return Inputs(
         streams=Streams(*(array(rows, tokens, *shape, dtype=jnp.bfloat16) for shape in shapes)),
         kernels=Streams(*(array(*shape, W, dtype=jnp.bfloat16) for shape in shapes)),
@@ -41,9 +41,10 @@ def inputs_of(rows, tokens):
     )
 
 
-def states_of(number):
-    channels = 2 * G * H + N * V
-    return DeltaState(array(number, N, V, H), array(number, W - 1, channels, dtype=jnp.bfloat16))
+def states_of(number, values=V):
+    channels = 2 * G * H + N * values
+    window = array(number, W - 1, channels, dtype=jnp.bfloat16)
+    return DeltaState(array(number, N, values, H), window)
 
 
 def compiled(run, traced, **how):
@@ -92,6 +93,14 @@ def test_a_token_writes_states_in_place(begins):
     program = compiled(gated_delta_step, traced, donate_argnums=1)
     assert len(outputs_of(program, "gated_delta_step")) == 1
     assert program.memory_analysis().temp_size_in_bytes < slots * N * H * V * 4 / 2
+
+
+@pytest.mark.parametrize("values", [448, 512])
+def test_a_token_of_large_heads(values):
+    """XLA computes a step whose memory of a head is larger than shared memory."""
+    traced = abstract((inputs_of(2, 1, values), states_of(2, values), array(2, dtype=jnp.bool)))
+    program = compiled(gated_delta_step, traced)
+    assert len(outputs_of(program, "gated_delta_step")) == (values == 448)
 
 
 def test_each_device_has_its_rows_and_heads():

@@ -28,12 +28,17 @@ from jaxrl_llm.kernels.hopper import (
 from jaxrl_llm.kernels.mosaic import plgpu
 
 ROWS = 64  # values that are computed at a time
+SHARED_BYTES = 224 * 1024  # of a CTA, without barriers
 
 
 def kernel_fits(memory_BNVH: jax.Array) -> bool:
-    """Whether the kernel takes these sizes: values by 64, keys of 64 or 128, on a Hopper GPU."""
+    """Whether the kernel takes these sizes: values by 64, keys of 64 or 128, on a Hopper GPU.
+
+    The memory of a head is in shared memory as a whole.
+    """
     V, H = memory_BNVH.shape[2:]
-    return V % ROWS == 0 and H in (64, 128) and on_hopper()
+    fits = V % ROWS == 0 and H in (64, 128) and 4 * V * H <= SHARED_BYTES
+    return fits and on_hopper()
 
 
 def step_in_kernel(

@@ -8,6 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from jaxrl_llm.kernels import gated_delta as rule
 from jaxrl_llm.kernels.gated_delta import (
+    Begin,
     Inputs,
     Runs,
     Streams,
@@ -27,7 +28,8 @@ interpreted = pytest.mark.skipif(
 )
 G, N, H, V, W = 2, 4, 6, 5, 4
 # Two prompts of a row with two and three responses, then padding. Several runs share a chunk of 8.
-PROMPTS, RESPONSES = (5, 11), ((3, 7), (2, 9, 4))
+# No prompt ends in the chunk between the last prompt and the last run that answers it.
+PROMPTS, RESPONSES = (5, 11), ((3, 7), (2, 17, 4))
 
 
 def inputs_of(rng, tokens):
@@ -171,25 +173,56 @@ def test_the_convolution_and_its_gradient(monkeypatch, width):
 
 
 def test_states_and_steps(monkeypatch):
-    """A state in the middle of a row, and steps from it, continue the sample."""
+    """A state in the middle of a row, and steps from it, continue the sample.
+
+    The last run begins inside a chunk that the run before it enters.
+    """
     monkeypatch.setattr(cutting, "CHUNK", 8)
-    lengths, start = (3, 13), 3
-    inputs = inputs_of(np.random.default_rng(2), sum(lengths))
-    runs = Runs(np.array([[0] * 3 + [start] * 13], np.int32))
-    last = np.array([[-1, 0, 3 + 9]])
+    start, length = 10, 23
+    inputs = inputs_of(np.random.default_rng(2), length)
+    runs = Runs(np.array([[0] * 3 + [3] * 7 + [start] * 13], np.int32))
+    last = np.array([[-1, 0, start + 2, start + 9]])
     run = jax.jit(lambda inputs: rule.gated_delta_states(inputs, chunking_of(runs, W), last))
     out, states = jax.device_get(run(inputs))
-    whole, memory = by_tokens(parts_of(inputs, np.arange(start, 16)))
+    whole, memory = by_tokens(parts_of(inputs, np.arange(start, length)))
     np.testing.assert_allclose(out[0, start:], whole, atol=2e-5)
     assert not any(np.any(x[0, 0]) for x in jax.tree.leaves(states))
-    _, of_one = by_tokens(parts_of(inputs, np.arange(1)))
-    np.testing.assert_allclose(states.memory[0, 1].swapaxes(1, 2), of_one, atol=2e-5)
+    for i, tokens in ((1, np.arange(1)), (2, np.arange(start, start + 3))):
+        _, expected = by_tokens(parts_of(inputs, tokens))
+        np.testing.assert_allclose(states.memory[0, i].swapaxes(1, 2), expected, atol=2e-5)
     np.testing.assert_array_equal(states.window[0, 1, :2], 0)  # before the first token
-    state, step = jax.tree.map(lambda x: x[0, 2:], states), jax.jit(rule.gated_delta_step)
-    for token in range(start + 10, 16):
+    state, step = jax.tree.map(lambda x: x[0, 3:], states), jax.jit(rule.gated_delta_step)
+    for token in range(start + 10, length):
         out, state = step(parts_of(inputs, np.array([token])), state, np.array([True]))
         np.testing.assert_allclose(out[0, 0], whole[token - start], atol=2e-5)
     np.testing.assert_allclose(state.memory[0].swapaxes(1, 2), memory, atol=2e-5)
+
+
+def test_slots_that_begin_and_free_slots():
+    """A slot goes on from its own or its prompt's state. A free one keeps its state and gives 0."""
+    inputs = inputs_of(np.random.default_rng(5), 6)
+    whole, memory = by_tokens(inputs)
+    chunking, last = chunking_of(Runs(np.zeros((1, 6), np.int32)), W), np.array([[3, 4]])
+    states = jax.jit(lambda inputs: rule.gated_delta_states(inputs, chunking, last)[1])(inputs)
+    prompts = jax.tree.map(lambda x: np.asarray(x[0]), states)
+    tokens = [5, 4, 5]
+    streams, *rates = jax.tree.map(
+        lambda x: x[0, tokens][:, None], (inputs.streams, inputs.log_decay_BTN, inputs.rate_BTN)
+    )
+    own = jax.tree.map(lambda x: np.full((3, *x.shape[1:]), np.nan, x.dtype), prompts)
+    for x, of_prompt in zip(own, prompts, strict=True):
+        x[1:] = of_prompt[0]
+    for x in (*streams, *rates):
+        x[2] = np.nan
+    begin = Begin(prompts, first_B=np.array([True, False, True]), rows_B=np.array([1, 0, 0]))
+    token = Inputs(streams, inputs.kernels, *rates)
+    out, after = jax.jit(rule.gated_delta_step)(token, own, np.array([True, True, False]), begin)
+    np.testing.assert_allclose(out[:2, 0], whole[tokens[:2]], atol=2e-5)
+    np.testing.assert_allclose(after.memory[0].swapaxes(1, 2), memory, atol=2e-5)
+    for x, of_prompt, before in zip(after, prompts, own, strict=True):
+        np.testing.assert_allclose(x[1], of_prompt[1], atol=2e-5)
+        np.testing.assert_array_equal(x[2], before[2])
+    np.testing.assert_array_equal(out[2], 0)
 
 
 def test_inverse_of_equal_keys():

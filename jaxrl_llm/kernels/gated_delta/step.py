@@ -55,7 +55,7 @@ def gated_delta_step(
 ) -> tuple[jax.Array, DeltaState]:
     """The output of one more token of each slot, float32 [B, 1, N, V], and the states after it.
 
-    Guarantees: a slot that is not live keeps its state; its output is finite.
+    Guarantees: a slot that is not live keeps its state; its output is 0, whatever its inputs are.
     """
     if split is not None and split.num_devices > 1:
 
@@ -83,6 +83,7 @@ def gated_delta_step(
     else:
         memory = begun(begin, own.memory, None if prompts is None else prompts.memory)
         out_BNV, after = _step(*token, memory)
+        out_BNV = jnp.where(live_B[:, None, None], out_BNV, 0)
         memory = _chosen(live_B, after, own.memory)
     return out_BNV[:, None], DeltaState(memory, _chosen(live_B, window_BWE[:, 1:], own.window))
 

@@ -47,7 +47,10 @@ __all__ = [
 
 
 def gated_delta(inputs: Inputs, chunking: Chunking, split: MeshSplit | None = None) -> jax.Array:
-    """The outputs of all tokens, float32 [B, T, N, V]."""
+    """The outputs of all tokens, float32 [B, T, N, V].
+
+    Requires: inputs of padding are finite, as a chunk multiplies them by 0.
+    """
     if split is not None and split.num_devices > 1:
 
         def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:

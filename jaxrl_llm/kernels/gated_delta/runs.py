@@ -16,7 +16,8 @@ class Runs(NamedTuple):
     """Which tokens of its row a token follows, int32 [B, T]."""
 
     start_BT: jax.Array  # first token of its run; after the token itself for padding
-    # The prompt before the run, which is empty where both are equal. None: no run has one.
+    # The prompt before the run, from the first token of another run on. It is empty where both are
+    # equal. None: no run has one.
     # Runs that answer a prompt lie between it and the next prompt.
     prefix_start_BT: jax.Array | None = None
     prefix_end_BT: jax.Array | None = None
@@ -39,7 +40,7 @@ class PromptTaps(NamedTuple):
     Y are chunks, too. Z are the tokens of a chunk with the last ones of the chunk before, F those
     with the first ones of the chunk after. R are Z for each distance between two tokens, and then
     what goes to prompts that ended in chunks before: a row for each distance and each number of
-    tokens behind in the prompt. Some rows more take nothing.
+    tokens behind in the prompt. The last rows are padding and take nothing.
     """
 
     from_BTW: jax.Array  # token of the prompt that is so many tokens back, from 1 on
@@ -88,7 +89,7 @@ def tokens_after(size: int, width: int) -> int:
 
 
 def next_chunk(x_XB: jax.Array, fill: int = 0) -> jax.Array:
-    """That of the chunk after each one."""
+    """For each chunk the entries of the chunk after it, and `fill` for the last one."""
     padding = ((0, 1), *[(0, 0)] * (x_XB.ndim - 1))
     return jnp.pad(x_XB[1:], padding, constant_values=fill)
 
@@ -157,7 +158,7 @@ def _following(runs: Runs, size: int) -> tuple[jax.Array, _Entering]:
     ending_XBC = jax.nn.one_hot(prompts.last_YB, size)
     prompt_XBC = prompts.earlier_XBC.astype(jnp.float32)
     entering = _Entering(last_XBC.astype(jnp.float32), prompt_XBC, ending_XBC)
-    return (own_XBCC | (of_prefix_XBCC & has_XBC[..., None])) & causal_CC, entering
+    return (own_XBCC | of_prefix_XBCC) & causal_CC, entering
 
 
 def _prompt_taps(runs: Runs, width: int) -> PromptTaps:

@@ -37,7 +37,10 @@ LOADS = 6  # of a chunk
 
 
 def kernel_fits(left_XBNCH: jax.Array, own_XBNCV: jax.Array) -> bool:
-    """Whether the kernel takes these sizes: whole chunks, keys of 64 or 128, on a Hopper GPU."""
+    """Whether the kernel takes these sizes, on a Hopper GPU.
+
+    Chunks have 64 tokens, keys 64 or 128 dims, and values a multiple of 32.
+    """
     (C, H), V = left_XBNCH.shape[3:], own_XBNCV.shape[-1]
     return C == ROWS and H in (ROWS, 2 * ROWS) and V % COLUMNS == 0 and on_hopper()
 
@@ -97,7 +100,7 @@ def _halves(*shape: int) -> ScratchType:
 
 
 def _rounded_twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_split` outside of a kernel, where XLA takes a conversion there and back for none."""
+    """`_split` outside of a kernel, where XLA would remove a conversion to bfloat16 and back."""
     high = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 

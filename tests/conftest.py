@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 from jaxtyping import AbstractArray, jaxtyped
-from runs import ppo_run, shared
 from timing import CpuReport
 
 from jaxrl_llm.launch.runtime import IN_ORDER
@@ -22,9 +22,6 @@ from jaxrl_llm.observability.garbage import end_without_search
 # A mesh may be smaller than the machine, so that tests of one device and of several share a
 # process. Processes that tests start have one device, as a user's do.
 NUM_DEVICES = 8
-
-# Fixtures for every folder.
-__all__ = ["ppo_run", "shared"]
 
 # Folders with long files first, so that no worker is left with one at the end.
 LONG = (
@@ -58,6 +55,22 @@ FAST_COMPILE = (
 CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
 CACHE_BYTES = 2**30
 
+# A worker takes up to 3 GB.
+MOST_WORKERS = 8
+WORKER_BYTES = 4 * 2**30
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers of `-n auto`: one more than there are cores, as some tests wait for processes.
+
+    Files that the command names run without workers, which take seconds to start.
+    """
+    if any(Path(argument.split("::")[0]).is_file() for argument in config.args):
+        return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, min(cores + 1, MOST_WORKERS, memory // WORKER_BYTES))
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Long runs and programs for a GPU are compiled as users have them, the others fast."""
@@ -87,8 +100,10 @@ def pytest_configure(config: pytest.Config) -> None:
     import jax  # reads the environment when it is imported
 
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    import runs
     from less_work import do_less
 
+    config.pluginmanager.register(runs, "fixtures of every folder")
     do_less()
 
 

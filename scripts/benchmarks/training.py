@@ -1,6 +1,5 @@
 """Training: the actor's update and the passes without gradient, as the stages run them."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,14 @@ from jaxrl_llm.config import ActorConfig, Config, CriticConfig, Custom, check
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
-from jaxrl_llm.kernels.gated_delta import DeltaState, Inputs, gated_delta_step
+from jaxrl_llm.kernels.gated_delta.inputs import (
+    Inputs,
+    activated,
+    channels,
+    einsum,
+    kernel_of,
+    of_channels,
+)
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_values
 from jaxrl_llm.learner.losses import PolicyLoss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
@@ -395,24 +401,30 @@ def _reference_hidden(model: Any, fields: Fields) -> jax.Array:
 
 
 def _token_by_token(inputs: Inputs) -> jax.Array:
-    """The gated delta rule in a loop over the tokens of rows without padding."""
-    width = inputs.kernels.q.shape[-1]
-    B, _, N, V = inputs.streams.v.shape
-    memory = jnp.zeros((B, N, V, inputs.streams.k.shape[-1]), jnp.float32)
-    channels = sum(math.prod(x.shape[2:]) for x in inputs.streams)
-    window = jnp.zeros((B, width - 1, channels), inputs.streams.v.dtype)
-    live_B = jnp.ones(B, bool)
+    """The gated delta rule in a loop over the tokens of rows without padding, by no kernel.
 
-    def step(state: DeltaState, token: tuple[Any, ...]) -> tuple[DeltaState, jax.Array]:
-        streams, decay, rate = jax.tree.map(lambda x: x[:, None], token)
-        of_token = Inputs(streams, inputs.kernels, decay, rate)
-        out, state = gated_delta_step(of_token, state, live_B)
-        return state, out[:, 0]
+    B rows, T tokens, N heads, H dims of a key, V of a value, E channels, W of the convolution.
+    """
+    x_BTE = channels(inputs.streams).astype(jnp.float32)
+    kernel_EW, length = kernel_of(inputs), x_BTE.shape[1]
+    width = kernel_EW.shape[-1]
+    x_BTE = jnp.pad(x_BTE, ((0, 0), (width - 1, 0), (0, 0)))
+    y_BTE = sum(x_BTE[:, i : i + length] * kernel_EW[:, i] for i in range(width))
+    q, k, v = activated(*of_channels(y_BTE, inputs.streams))
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
 
-    tokens = (inputs.streams, inputs.log_decay_BTN, inputs.rate_BTN)
-    in_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    out = jax.lax.scan(step, DeltaState(memory, window), in_time)[1]
-    return jnp.moveaxis(out, 0, 1)
+    def step(memory_BNHV: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q_BNH, k_BNH, v_BNV, decay_BN, rate_BN = token
+        memory_BNHV *= decay_BN[..., None, None]
+        known_BNV = einsum("BNHV,BNH->BNV", memory_BNHV, k_BNH)
+        written_BNV = rate_BN[..., None] * (v_BNV - known_BNV)
+        memory_BNHV += k_BNH[..., None] * written_BNV[..., None, :]
+        return memory_BNHV, einsum("BNHV,BNH->BNV", memory_BNHV, q_BNH)
+
+    tokens = (q, k, v, jnp.exp(inputs.log_decay_BTN), inputs.rate_BTN)
+    empty_BNHV = jnp.zeros((len(q), *k.shape[2:], v.shape[-1]), jnp.float32)
+    out_TBNV = jax.lax.scan(step, empty_BNHV, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))[1]
+    return jnp.moveaxis(out_TBNV, 0, 1)
 
 
 def training_cases(options: Options) -> Sequence[Case]:

@@ -39,9 +39,17 @@ from benchmarks.roofline import (
     kv_bytes_per_token,
     prefill_seconds,
 )
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import ActorConfig, Config, ConfigError
 from jaxrl_llm.distributed.hardware import hardware_of
-from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
+from jaxrl_llm.kernels.gated_delta import (
+    Inputs,
+    Runs,
+    Streams,
+    chunking_of,
+    gated_delta,
+    scan_kernel,
+    step_kernel,
+)
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.flops import (
     attention_flops,
@@ -148,6 +156,22 @@ def test_the_reference_of_a_hybrid_has_attention_and_goes_token_by_token():
         inputs, chunking_of(Runs(jnp.zeros((2, 9), jnp.int32)), inputs.kernels.q.shape[-1])
     )
     np.testing.assert_allclose(training._token_by_token(inputs), expected, atol=1e-5)
+
+
+def test_the_check_of_a_hybrid_has_gradients_where_kernels_run(monkeypatch):
+    """On a Hopper card the kernel of a decode step has none."""
+    for module in (scan_kernel, step_kernel):
+        monkeypatch.setattr(module, "on_hopper", lambda: True)
+    delta = dataclasses.replace(HYBRID_EXPERTS.delta, key_dim=64, value_dim=64)
+    model = dataclasses.replace(HYBRID_EXPERTS, delta=delta)
+    config = Config(actor=ActorConfig(attention="xla"))
+    checks = training.Checks(model, config)
+    spec = checks._spec("policy")
+    fields = jax.eval_shape(checks._fields)
+    for run in checks._gradients(spec):
+        logprobs, gradient = jax.eval_shape(run, spec.params, fields)
+        assert logprobs.shape == fields["mask"].shape
+        assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, spec.params)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
     """
     found = config if isinstance(config, Config) else open_config(config)
     found = apply_overrides(found, overrides)
+    if found.warmup is not None and found.warmup.steps == 0:
+        found = replace(found, warmup=None)
     check(found)
     return found
 

@@ -487,7 +487,7 @@ class Config(Record):
     models: Many[ExtraModelConfig] = ()
     stages: Many[OwnFunction] = ()
     validation: ValidationConfig = ValidationConfig()
-    warmup: Maybe[SupervisedConfig] = None  # supervised training of the actor before RL
+    warmup: Maybe[SupervisedConfig] = None  # SFT of the actor before RL; 0 steps are none
     log: LogConfig = LogConfig()
     alarms: AlarmSettings = AlarmsConfig()  # what is watched; "off" switches all off
     profile: ProfileConfig = ProfileConfig()

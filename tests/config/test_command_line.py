@@ -236,6 +236,16 @@ def test_files_replace_the_tasks_of_a_config(tmp_path, caplog):
         load("grpo", mine)
 
 
+def test_a_warmup_of_no_steps_is_none(tmp_path):
+    """It needs no answers to learn from, and nothing that measures where it should stop."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text("")
+    mine = f"--config.data.train_files={file}"
+    assert load("grpo").warmup.steps > 0 and load("grpo").warmup.stop_at > 0
+    assert load("grpo", mine, "--config.warmup.steps=0").warmup is None
+    assert load("grpo", mine, "--config.warmup.steps=0").data.train_files == (str(file),)
+
+
 def test_validation_data_are_not_needed(config_file):
     """Fault 17: but an accuracy to stop at needs them."""
     config = load(config_file, "--config.warmup.steps=5")

@@ -60,12 +60,20 @@ MOST_WORKERS = 8
 WORKER_BYTES = 4 * 2**30
 
 
+def asked_for(config: pytest.Config) -> set[str]:
+    """The markers that the command asks for."""
+    return set(re.findall(r"(?<!not )\b(?:slow|torch|h200)\b", config.option.markexpr))
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers of `-n auto`: one more than there are cores, as some tests wait for processes.
 
-    Files that the command names run without workers, which take seconds to start.
+    Slow tests run alone, as some hold a run to the clock. Files that the command names run without
+    workers, which take seconds to start.
     """
-    if any(Path(argument.split("::")[0]).is_file() for argument in config.args):
+    if "slow" in asked_for(config) or any(
+        Path(argument.split("::")[0]).is_file() for argument in config.args
+    ):
         return 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -88,10 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
         shrink(folder, CACHE_BYTES)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    asked_for = set(re.findall(r"(?<!not )\b(?:slow|torch|h200)\b", config.option.markexpr))
-    if "torch" in asked_for:  # its threads wait for each other, and take half of the CPU time
+    asked = asked_for(config)
+    if "torch" in asked:  # its threads wait for each other, and take half of the CPU time
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not asked_for & {"slow", "h200"}:
+    if not asked & {"slow", "h200"}:
         os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
         # Operations without the lines of Python that they come from.
         os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

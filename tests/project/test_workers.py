@@ -30,7 +30,11 @@ def test_workers_fit_cores_and_memory(request, monkeypatch, cores, gigabytes, wo
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 2**30 // 4096}
     monkeypatch.setattr(os, "sysconf", sizes.get)
-    folder = SimpleNamespace(args=[str(TESTS / "project")])
-    assert conftest.pytest_xdist_auto_num_workers(folder) == workers
-    file = SimpleNamespace(args=[f"{__file__}::test_workers_fit_cores_and_memory"])
-    assert conftest.pytest_xdist_auto_num_workers(file) == 0
+
+    def found(path, marks):
+        config = SimpleNamespace(args=[path], option=SimpleNamespace(markexpr=marks))
+        return conftest.pytest_xdist_auto_num_workers(config)
+
+    assert found(str(TESTS / "project"), "not slow and not torch and not h200") == workers
+    assert found(str(TESTS / "project"), "slow") == 0
+    assert found(f"{__file__}::test_workers_fit_cores_and_memory", "not slow") == 0

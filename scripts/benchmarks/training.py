@@ -409,7 +409,8 @@ def _token_by_token(inputs: Inputs) -> jax.Array:
     kernel_EW, length = kernel_of(inputs), x_BTE.shape[1]
     width = kernel_EW.shape[-1]
     x_BTE = jnp.pad(x_BTE, ((0, 0), (width - 1, 0), (0, 0)))
-    y_BTE = sum(x_BTE[:, i : i + length] * kernel_EW[:, i] for i in range(width))
+    taps = [x_BTE[:, i : i + length] * kernel_EW[:, i] for i in range(width)]
+    y_BTE = sum(taps[1:], taps[0])
     q, k, v = activated(*of_channels(y_BTE, inputs.streams))
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
 

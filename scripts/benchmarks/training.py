@@ -21,14 +21,7 @@ from jaxrl_llm.config import ActorConfig, Config, CriticConfig, Custom, check
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
-from jaxrl_llm.kernels.gated_delta.inputs import (
-    Inputs,
-    activated,
-    channels,
-    einsum,
-    kernel_of,
-    of_channels,
-)
+from jaxrl_llm.kernels.gated_delta.inputs import Inputs, activated, einsum
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs, response_values
 from jaxrl_llm.learner.losses import PolicyLoss, with_counts
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
@@ -403,15 +396,9 @@ def _reference_hidden(model: Any, fields: Fields) -> jax.Array:
 def _token_by_token(inputs: Inputs) -> jax.Array:
     """The gated delta rule in a loop over the tokens of rows without padding, by no kernel.
 
-    B rows, T tokens, N heads, H dims of a key, V of a value, E channels, W of the convolution.
+    B rows, T tokens, N heads, H dims of a key, V of a value.
     """
-    x_BTE = channels(inputs.streams).astype(jnp.float32)
-    kernel_EW, length = kernel_of(inputs), x_BTE.shape[1]
-    width = kernel_EW.shape[-1]
-    x_BTE = jnp.pad(x_BTE, ((0, 0), (width - 1, 0), (0, 0)))
-    taps = [x_BTE[:, i : i + length] * kernel_EW[:, i] for i in range(width)]
-    y_BTE = sum(taps[1:], taps[0])
-    q, k, v = activated(*of_channels(y_BTE, inputs.streams))
+    q, k, v = activated(*map(_convolved, inputs.streams, inputs.kernels))
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
 
     def step(memory_BNHV: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -426,6 +413,14 @@ def _token_by_token(inputs: Inputs) -> jax.Array:
     empty_BNHV = jnp.zeros((len(q), *k.shape[2:], v.shape[-1]), jnp.float32)
     out_TBNV = jax.lax.scan(step, empty_BNHV, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))[1]
     return jnp.moveaxis(out_TBNV, 0, 1)
+
+
+def _convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Each dim [B, T, ...] with those of the tokens before it, by its weights [..., W]; float32."""
+    width, length = kernel.shape[-1], x.shape[1]
+    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (width - 1, 0), *[(0, 0)] * (x.ndim - 2)))
+    taps = [x[:, i : i + length] * kernel[..., i] for i in range(width)]
+    return sum(taps[1:], taps[0])
 
 
 def training_cases(options: Options) -> Sequence[Case]:

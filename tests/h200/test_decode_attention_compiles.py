@@ -19,12 +19,8 @@ from jaxrl_llm.kernels.decode_attention import (
     default_tuning,
     prefix_decode_attention,
 )
-from jaxrl_llm.kernels.decode_attention.pipeline import (
-    SHARED_BYTES_RESERVED,
-    SM_SHARED_BYTES,
-    MatmulForms,
-    padded_rows,
-)
+from jaxrl_llm.kernels.decode_attention.pipeline import MatmulForms, padded_rows
+from jaxrl_llm.kernels.hopper import SHARED_BYTES_RESERVED, SM_SHARED_BYTES
 
 pytestmark = needs_compiler
 

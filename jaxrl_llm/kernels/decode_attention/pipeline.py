@@ -17,15 +17,20 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.kernels.hopper import Ref, RegisterLayout, ScratchType, num_blocks
+from jaxrl_llm.kernels.hopper import (
+    SHARED_BYTES_RESERVED,
+    SM_SHARED_BYTES,
+    Ref,
+    RegisterLayout,
+    ScratchType,
+    num_blocks,
+)
 from jaxrl_llm.kernels.mosaic import plgpu
 
 TILE_ROWS = 64  # of a warpgroup's matmul
 MAX_GROUP_SIZE = TILE_ROWS - 1  # query heads of a KV head that are rows
 ROWS_HEAD_DIMS = (64, 128)  # with queries as rows: at 256 two accumulators exceed the registers
 MAX_COLUMNS = 16  # queries of a slot that are columns; more fill enough of a tile's rows
-SM_SHARED_BYTES = 228 * 1024
-SHARED_BYTES_RESERVED = 1024  # of each CTA
 REDUCTION_BYTES = 1024  # for column maxima, which pass from warp to warp
 WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load takes an index
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxrl_llm.kernels.hopper import (
+    SHARED_BYTES_RESERVED,
+    SM_SHARED_BYTES,
     Interpret,
     Ref,
     along,
@@ -28,17 +30,16 @@ from jaxrl_llm.kernels.hopper import (
 from jaxrl_llm.kernels.mosaic import plgpu
 
 ROWS = 64  # values that are computed at a time
-SHARED_BYTES = 224 * 1024  # of a CTA, without barriers
 
 
 def kernel_fits(memory_BNVH: jax.Array) -> bool:
     """Whether the kernel takes these sizes: values by 64, keys of 64 or 128, on a Hopper GPU.
 
-    The memory of a head is in shared memory as a whole.
+    The memory of a head is in shared memory as a whole, with barriers of a few bytes.
     """
     V, H = memory_BNVH.shape[2:]
-    fits = V % ROWS == 0 and H in (64, 128) and 4 * V * H <= SHARED_BYTES
-    return fits and on_hopper()
+    in_shared_memory = 4 * V * H < SM_SHARED_BYTES - SHARED_BYTES_RESERVED
+    return V % ROWS == 0 and H in (64, 128) and in_shared_memory and on_hopper()
 
 
 def step_in_kernel(

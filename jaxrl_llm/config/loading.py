@@ -36,6 +36,7 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
     "grpo", or the folder or config.json of a run. An override is a dotted key with its value: text
     as on the command line, or a Python value, as in {"actor.optimizer.learning_rate": 1e-5}.
 
+    Guarantees: a warm-up of no steps is None.
     Raises: ConfigError, with a value or key that works.
     """
     found = config if isinstance(config, Config) else open_config(config)

@@ -51,9 +51,8 @@ def iterate(sizes, lora, *, critic, base="", dense=False, model=ONE_LAYER):
     return batch, {name: fetch(states[name].params) for name in learners}
 
 
-@pytest.mark.parametrize(
-    "merge", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["apart", "merged"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
 def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
     lora = replace(LORA, merge=merge)
     found, learned = iterate({}, lora, critic=False, base="float8")

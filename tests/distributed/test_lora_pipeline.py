@@ -65,7 +65,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("algorithm", "sizes", "model", "more"),
     [
-        pytest.param(GRPO, TWO, {}, {"lora": LORA, "rows": 24, "scan_layers": True}, id="grpo"),
+        SLOW(GRPO, TWO, {}, {"lora": LORA, "rows": 24, "scan_layers": True}, id="grpo"),
         SLOW(PPO, MIX, {}, {"lora": APART, "base_dtype": "float8", "remat": "full"}, id="float8"),
         SLOW(GRPO, PARTS, {}, {"lora": replace(LORA, dora=True), "rows": 24}, id="dora"),
         SLOW(GRPO, ROUNDS, FOUR, {"lora": APART, "rows": 24, "scan_layers": True}, id="apart"),

@@ -1,4 +1,7 @@
-"""Mixes of three axes: losses, gradient norms and updated weights equal those of one device."""
+"""Mixes of three axes: losses, gradient norms and updated weights equal those of one device.
+
+All are slow. `.ci/run` has PPO on the last mix.
+"""
 
 from typing import Any
 
@@ -11,6 +14,8 @@ from test_pipeline_mesh import check_bfloat16, iterate, one_device
 
 from jaxrl_llm.config import MeshConfig
 
+pytestmark = pytest.mark.slow
+
 MIXES: dict[str, dict[str, Any]] = {
     "data-fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2},
     "data-fsdp-sequence": {"data": 2, "fsdp": 2, "sequence": 2},
@@ -19,9 +24,6 @@ MIXES: dict[str, dict[str, Any]] = {
     "pipeline-fsdp-tensor": {"pipeline": 2, "fsdp": 2, "tensor": 2},
     "pipeline-sequence-tensor": {"pipeline": 2, "sequence": 2, "tensor": 2},
 }
-FAST = "pipeline-sequence-tensor"
-EVERY = [pytest.param(n, marks=() if n == FAST else pytest.mark.slow) for n in MIXES]
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MIXES]
 
 
 def check(kind: str, name: str) -> None:
@@ -37,23 +39,23 @@ def check(kind: str, name: str) -> None:
         assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", MIXES)
 def test_ppo(name):
     check("ppo", name)
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", MIXES)
 def test_packed_grpo(name):
     check("grpo", name)
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", MIXES)
 def test_dpo(name):
     expected = offline_step("dpo", MeshConfig(), 2)
     found = offline_step("dpo", MeshConfig(**MIXES[name]), 2, micro_batch_size=2)
     assert_same_step(found, expected)
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", MIXES)
 def test_gradients_in_bfloat16(name):
     check_bfloat16(MIXES[name])

@@ -82,6 +82,7 @@ def one_group() -> Any:
     return steps(config_with({}), 4)
 
 
+@pytest.mark.slow
 def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
     expected_states, expected, _, _ = one_group()
     states, found, spans, devices = steps(config_with(APART), 4)

@@ -19,7 +19,8 @@ from jaxrl_llm.planner.rates import rates_of
 from jaxrl_llm.planner.work import work_of
 
 pytestmark = needs_compiler
-MODULES = (grpo_1_5b_1, ppo_7b_8, grpo_32b_64, ppo_72b_1024, dpo_70b_1024)
+FEW = (grpo_1_5b_1, ppo_72b_1024, dpo_70b_1024)
+OTHERS = [pytest.param(module, marks=pytest.mark.slow) for module in (ppo_7b_8, grpo_32b_64)]
 
 
 def test_programs_for_a_card_have_the_kernels_that_auto_takes_there():
@@ -36,7 +37,7 @@ def test_programs_for_a_card_have_the_kernels_that_auto_takes_there():
     assert f"x{row}x{row}x" not in lowered
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", [*FEW, *OTHERS], ids=lambda m: m.__name__.rpartition(".")[2])
 def test_a_layout_fits_and_its_programs_trace(module):
     config = module.get_config()
     # Like layers are traced once, so that fewer show the same.

@@ -105,7 +105,7 @@ def packed(rows=slice(None), **options):
 @pytest.mark.parametrize(
     ("heads", "head_dim", "length"),
     [
-        ((3, 1), 64, 256),
+        pytest.param((3, 1), 64, 256, marks=pytest.mark.slow),
         pytest.param((2, 2), 96, 128, marks=pytest.mark.slow),
         ((2, 1), 128, 128),
         pytest.param((1, 1), 256, 128, marks=pytest.mark.slow),
@@ -155,6 +155,7 @@ def test_a_run_and_its_prompt_apart():
     )
 
 
+@pytest.mark.slow
 @interpreted
 def test_packed_rows_with_seven_heads_a_kv_head_and_blocks_of_64():
     segments = jnp.asarray(SEGMENTS[:1, 60:188])

@@ -174,6 +174,7 @@ def logprobs_under(tiny: TinyRun, version: int) -> dict[tuple[int, int], np.ndar
     return found
 
 
+@pytest.mark.slow
 def test_without_learning_a_response_in_parts_is_that_of_one_go(tmp_path, resting):
     parts = begin(tmp_path, **PARTS, **{"actor.optimizer.learning_rate": "0"})
     assert parts.metrics()[STEPS]["rollout/continued"] > 0
@@ -211,7 +212,7 @@ def test_unfinished_responses_are_in_a_checkpoint(tmp_path, in_parts):
     "changes",
     [
         APART | ALWAYS | FILTER,
-        LORA | PARTS,
+        pytest.param(LORA | PARTS, marks=pytest.mark.slow),
         pytest.param(ALWAYS | PRIORITY, marks=pytest.mark.slow),
         pytest.param(APART | PARTS | PRIORITY, marks=pytest.mark.slow),
         pytest.param(APART | ALWAYS | FILTER | PRIORITY, marks=pytest.mark.slow),

@@ -69,7 +69,8 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(tmp_path, base, t
 def test_a_run_of_two_stages_goes_on_on_one_device(tmp_path):
     layers = {"actor__hf_config__num_hidden_layers": "2", "total_steps": "2", "warmup": "null"}
     flags = GRPO | layers | {"algorithm": '{"kind": "sft"}'}
-    stages, config = config_of(tmp_path / "stages", mesh__pipeline="2", **flags)
+    scanned = {"mesh__pipeline": "2", "actor__scan_layers": "true"}
+    stages, config = config_of(tmp_path / "stages", **scanned, **flags)
     train(config)
     one, config = config_of(tmp_path / "one", resume=str(stages.step_path(1)), **flags)
     train(config)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.decode_attention.heads import HeadNorms, StepHeads, heads_fit
 from jaxrl_llm.kernels.gated_delta import Inputs
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import (
@@ -60,12 +61,33 @@ class Recur(Protocol):
         ...
 
 
+class AttendHeads(Protocol):
+    """`Attend` in a decode step, of heads before norms and rope."""
+
+    def __call__(
+        self,
+        heads: StepHeads,
+        layer_cache: Any,
+        /,
+        *,
+        window: int | None,
+        sinks: jax.Array | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """See `Attend`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Mixers:
-    """An `Attend` with what layers of a gated delta rule need."""
+    """An `Attend` with what layers of a gated delta rule need.
+
+    `attend_heads` takes the heads for which `heads_fit`; None: it takes none.
+    """
 
     attend: Attend
     recur: Recur
+    attend_heads: AttendHeads | None = None
 
     def __call__(self, *arguments: Any, **more: Any) -> tuple[jax.Array, Any]:
         """See `Attend`."""
@@ -97,7 +119,7 @@ class Attention(nnx.Module):
     ) -> None:
         D, H = config.hidden_size, config.head_dim
         N, K = config.num_heads, config.num_kv_heads
-        self.heads = (N, K)
+        self.heads, self.head_dim, self.dtype = (N, K), H, jnp.dtype(dtype)
         self.window, self.rope_table = kind
         self.interleaved = config.interleaved_rope
         multiplier = config.attention_multiplier
@@ -142,6 +164,12 @@ class Attention(nnx.Module):
         more: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if self.softcap is not None:
             more["softcap"] = self.softcap
+        if isinstance(attend, Mixers) and attend.attend_heads is not None:
+            heads = self._step_heads(x_BTD, rope)
+            if heads is not None:
+                how: dict[str, Any] = {"window": self.window, **more}
+                out_BTNH, new_cache = attend.attend_heads(heads, layer_cache, **how)
+                return self.o(out_BTNH), new_cache
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = gathering(self._project)(x_BTD)
         q_BTNH, k_BTKH = self._turned(q_BTNH, k_BTKH, rope)
         out_BTNH, new_cache = attend(
@@ -150,6 +178,24 @@ class Attention(nnx.Module):
         if gate_BTNH is not None:
             out_BTNH *= jax.nn.sigmoid(gate_BTNH)
         return self.o(out_BTNH), new_cache
+
+    def _step_heads(self, x_BTD: jax.Array, rope: tuple[jax.Array, ...]) -> StepHeads | None:
+        """The heads of a decode step before norms and rope, where one kernel computes both."""
+        if self.rope_table is None or self.gated or self.interleaved or not hasattr(self, "qkv"):
+            return None
+        norms, norm = None, self.q_norm
+        if norm is not None and self.k_norm is not None:
+            if norm.scale[...].ndim > 1:
+                return None
+            weights = norm.scale[...], self.k_norm.scale[...]
+            norms = HeadNorms(*weights, eps=norm.eps, unit_offset=norm.unit_offset)
+        cos_BP, sin_BP = (x[:, 0, 0] for x in rope[2 * self.rope_table :][:2])
+        B, pairs = cos_BP.shape
+        shape = (B, self.heads[0] + 2 * self.heads[1], self.head_dim)
+        if not heads_fit(shape, self.dtype, pairs, with_norms=norms is not None):
+            return None
+        heads_BAH = gathering(self.qkv)(x_BTD)[:, 0]
+        return StepHeads(heads_BAH, cos_BP, sin_BP, norms, self.query_scale)
 
     def inputs(
         self, x_BTD: jax.Array, rope: tuple[jax.Array, ...]

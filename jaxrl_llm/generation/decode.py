@@ -12,6 +12,7 @@ from jaxrl_llm.generation.kv_cache import (
     RESIDUAL_DTYPE,
     HeadAxes,
     decode_attend,
+    decode_attend_heads,
     decode_context,
     decode_recur,
     keys_and_values,
@@ -78,6 +79,7 @@ def decode(
         attend=Mixers(
             decode_attend(context, attention, heads),
             decode_recur(None if in_tail else own_B == 0, live_B, slots.prompt_row_B, heads),
+            decode_attend_heads(context, keys_and_values(state.cache).own.dtype, attention, heads),
         ),
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,

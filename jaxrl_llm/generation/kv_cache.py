@@ -34,6 +34,7 @@ from jaxrl_llm.kernels.decode_attention import (
     max_group_size,
     prefix_decode_attention,
 )
+from jaxrl_llm.kernels.decode_attention.heads import StepHeads, queries_and_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.kernels.gated_delta import (
@@ -45,9 +46,10 @@ from jaxrl_llm.kernels.gated_delta import (
     gated_delta_states,
     gated_delta_step,
 )
+from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.kernels.mesh_split import MeshSplit, axes_size
 from jaxrl_llm.kernels.strict import strict_in_scope
-from jaxrl_llm.models.attention import Attend, Kept, Recur
+from jaxrl_llm.models.attention import Attend, AttendHeads, Kept, Recur
 from jaxrl_llm.models.base import ModelConfig
 from jaxrl_llm.models.config import GatedDelta
 
@@ -59,6 +61,7 @@ RESIDUAL_DTYPE = "float32"
 _prefix_decode_attention = jax.jit(
     prefix_decode_attention, static_argnames=("window", "implementation", "strict", "softcap")
 )
+_queries_and_entries = jax.jit(queries_and_entries, static_argnames="num_kv_heads")
 
 
 class HeadAxes(NamedTuple):
@@ -408,6 +411,43 @@ def decode_attend(
     return attend
 
 
+def decode_attend_heads(
+    context: Context,
+    cache_dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    heads: HeadAxes | None,
+) -> AttendHeads | None:
+    """`decode_attend` of heads before norms and rope, which a kernel computes.
+
+    None where decode attention is not the Hopper kernel, in strict mode, with a float8 cache, and
+    where devices share the heads.
+    """
+    kernels = implementation == "pallas" or (implementation != "xla" and on_hopper())
+    if not kernels or context.schedule is None or strict_in_scope() is not None:
+        return None
+    if cache_dtype != jnp.bfloat16 or heads is not None:
+        return None
+
+    def attend(
+        step: StepHeads,
+        layer_cache: LayerCache,
+        /,
+        *,
+        window: int | None,
+        sinks: jax.Array | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        B, A, H = step.heads_BAH.shape
+        K = layer_cache.own.shape[1]
+        queries_BXH, new_BK2H = _queries_and_entries(step, num_kv_heads=K)
+        q_BNH = queries_BXH.reshape(B, K, -1, H)[:, :, : A // K - 2].reshape(B, -1, H)
+        how = (window, implementation, None, sinks, softcap, queries_BXH)
+        out_BNH, own = _decode_by_heads(q_BNH, new_BK2H, layer_cache, context, *how)
+        return out_BNH[:, None], layer_cache._replace(own=own)
+
+    return attend
+
+
 def _decode_by_heads(
     q_BNH: jax.Array,
     new_BK2H: jax.Array,
@@ -418,8 +458,12 @@ def _decode_by_heads(
     heads: HeadAxes | None,
     sinks_N: jax.Array | None,
     softcap: float | None,
+    queries_BXH: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Decode attention and the new pages; each device of `heads` has its own KV heads."""
+    """Decode attention and the new pages; each device of `heads` has its own KV heads.
+
+    `queries_BXH` is that of `DecodeInputs`; without `heads` only.
+    """
     chosen: DecodeImplementation = "auto"
     if implementation == "pallas" or implementation == "xla":
         chosen = implementation
@@ -440,6 +484,7 @@ def _decode_by_heads(
             cache.own,
             context.pages_BT,
             context.own_lengths_B,
+            queries_BXH,
         )
         return _prefix_decode_attention(
             inputs,
@@ -453,6 +498,7 @@ def _decode_by_heads(
 
     if heads is None:
         return local(q_BNH, new_BK2H, cache, context, sinks_N)
+    assert queries_BXH is None
     if not _own_kv_heads(heads, new_BK2H.shape[1]):
         # The KV heads are whole on every device, while q may be split. The partitioner can do that
         # with XLA's matmuls, but not with a kernel.

@@ -26,6 +26,8 @@ class DecodeInputs(NamedTuple):
     # Own entry i of slot b is entry i % R of page page_table_BT[b, i // R].
     page_table_BT: Int[Array, "B T"]
     own_lengths_B: Int[Array, " B"]  # own entries that a slot sees, the new token's included
+    # The queries in rows, if they exist already; see heads.py. What pads a KV head may be anything.
+    queries_BXH: Float[Array, "B X H"] | None = None
 
     @property
     def group_size(self) -> int:

@@ -80,11 +80,11 @@ def decode_attention_mosaic(
     Requires: `inputs.check` and `check_supported` have passed; no schedule with a window.
     Guarantees: entries past a length, NaN included, change no result.
     """
-    q_BNH, new_BK2H, prefix_CK2PH, _, _, own_OK2RH, page_table_BT, _ = inputs
+    q_BNH, new_BK2H, prefix_CK2PH, _, _, own_OK2RH, page_table_BT, *_ = inputs
     B, N, H = q_BNH.shape
     K, cache_dtype = own_OK2RH.shape[1], own_OK2RH.dtype
     L = padded_rows(N // K)
-    queries_BXH, new_BYH, first_new = rows_of_slots(q_BNH, new_BK2H)
+    queries_BXH, new_BYH, first_new = rows_of_slots(inputs)
     tuning = tuning or default_tuning(H, cache_dtype)
     jobs, prompts = (None, None) if schedule is None else (schedule.jobs, schedule.prompts)
     num_splits = num_splits if jobs is None else jobs.num_splits
@@ -172,19 +172,23 @@ def decode_attention_mosaic(
 
 
 def rows_of_slots(
-    q_BNH: Float[Array, "B N H"], new_BK2H: Float[Array, "B K 2 H"]
+    inputs: DecodeInputs,
 ) -> tuple[Float[Array, "B X H"], Float[Array, "B Y H"], int]:
     """Each slot's queries, its new keys and values, and the first row of the latter.
 
-    A KV head's queries are padded to L rows. If queries and cache have one dtype, the first two
-    results are the same array, so that one XLA kernel writes all that rope gives.
+    A KV head's queries are padded to L rows, unless heads.py has written them so. If queries and
+    cache have one dtype, the first two results are the same array, so that one XLA kernel writes
+    all that rope gives.
     """
+    q_BNH, new_BK2H = inputs.q_BNH, inputs.new_BK2H
     (B, K, _, H), operand = new_BK2H.shape, operand_dtype(new_BK2H.dtype)
+    new_BYH = new_BK2H.reshape(B, 2 * K, H)
+    if inputs.queries_BXH is not None:
+        return inputs.queries_BXH, new_BYH, 0
     q_BKGH = q_BNH.astype(operand).reshape(B, K, -1, H)
     G = q_BKGH.shape[2]
     padding = ((0, 0), (0, 0), (0, padded_rows(G) - G), (0, 0))
     q_BXH = jnp.pad(q_BKGH, padding).reshape(B, -1, H)
-    new_BYH = new_BK2H.reshape(B, 2 * K, H)
     if operand != new_BK2H.dtype:
         return q_BXH, new_BYH, 0
     first_new, rows = q_BXH.shape[1], q_BXH.shape[1] + 2 * K

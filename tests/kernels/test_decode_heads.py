@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from tiny_models import CONFIGS
 
@@ -117,6 +118,13 @@ def test_a_slot_is_computed_by_itself():
     live = jnp.array([0, 2])
     assert_same_bits([x[live] for x in found], [x[live] for x in wanted])
     np.testing.assert_array_equal(wanted[1][:, :, 1], step.heads_BAH[:, -2:])
+
+
+@interpreted
+def test_no_races():
+    interpret = InterpretGPUParams(detect_races=True)
+    jax.block_until_ready(queries_and_entries(step_heads((2, 12, 4, 64)), 4, interpret))
+    assert not interpret_pallas_call.get_races().races_found
 
 
 @interpreted

@@ -26,9 +26,9 @@ from jaxrl_llm.kernels.decode_attention.heads import (
     queries_and_entries,
 )
 from jaxrl_llm.kernels.strict import Strict, strict_scope
-from jaxrl_llm.models.attention import Mixers
+from jaxrl_llm.models.attention import Attention, Mixers
 from jaxrl_llm.models.base import bind, init_params, merge_projections, model_spec
-from jaxrl_llm.models.layers import apply_rope
+from jaxrl_llm.models.layers import apply_rope, rope_tables
 from jaxrl_llm.numerics import rms_norm
 
 interpreted = pytest.mark.skipif(
@@ -160,13 +160,13 @@ SERVED = {
     "llama": config_of("llama"),
     "qwen2": config_of("qwen2"),
     "qwen3": config_of("qwen3"),
-    "gemma2": config_of("gemma2"),
+    "gemma2": config_of("gemma2", attention_softcap=1e-3),
     "gemma3": config_of("gemma3"),
     "smollm3": config_of("smollm3"),
 }
 NOT_SERVED = {
     "norms of all heads": config_of("olmo2"),
-    "pairs of neighbours": config_of("glm4"),
+    "pairs of neighbours": config_of("glm4", rotary_factor=1.0),
     "half of a head": config_of("phi3"),
     "other head dims": config_of("qwen3", head_dim=32),
 }
@@ -243,6 +243,16 @@ def test_a_model_takes_the_kernel(family, monkeypatch):
 def test_other_layers_are_computed_as_before(config, monkeypatch):
     _, calls = decoded(config, monkeypatch, True)
     assert calls == 0
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_query_with_a_gate_is_computed_as_before(gate):
+    """Its rows of the merged projection are not a head each."""
+    config = config_of("qwen3", attention_gate=gate)
+    layer = Attention(config, kind=(None, 0), form="merged", dtype="bfloat16")
+    rope = rope_tables(config, jnp.zeros((2, 1)))
+    step = layer._step_heads(jnp.zeros((2, 1, config.hidden_size), jnp.bfloat16), rope)
+    assert (step is None) == gate
 
 
 def test_separate_projections_are_computed_as_before(monkeypatch):

@@ -85,6 +85,7 @@ def test_one_kernel_between_the_matmul_and_attention(normed):
     assert "__cublas" in maker(kernel, 0)
 
 
+@pytest.mark.slow
 def test_few_slots_without_norms_stay_with_xla():
     """There XLA adds up the parts of a split matmul, turns heads and joins them in one kernel."""
     config = replace(SHAPES["llama-3.1-8b"], num_heads=16)

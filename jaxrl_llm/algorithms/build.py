@@ -192,8 +192,10 @@ def pair(s: c.Pair) -> Algorithm:
     if s.loss_aggregation is not None:
         shared["loss_aggregation"] = s.loss_aggregation
     loss = build_online(LOSSES[s.loss_mode](**shared))
-    # The estimator's own policy loss is dropped, so its ratio is no reason to refuse weights.
-    shared["rollout_is"] = None
+    if s.bypass_mode:
+        # The update has the weights. The estimator's own policy loss is dropped, so its ratio is no
+        # reason to refuse them.
+        shared["rollout_is"] = None
     estimator = build_online(ESTIMATORS[s.adv_estimator](**shared))
     return replace(loss, advantage=estimator.advantage, value_loss=estimator.value_loss)
 

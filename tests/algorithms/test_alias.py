@@ -196,6 +196,7 @@ OWN_PAIRS = [
     ("grpo", "cispo", c.CISPO()),
     ("remax", "vanilla", c.ReMax()),
     ("gpg", "gpg", c.GPG()),
+    ("optimal_token_baseline", "vanilla", c.OptimalTokenBaseline()),
 ]
 
 
@@ -206,6 +207,18 @@ def test_a_pair_of_two_that_belong_together_is_that_algorithm(adv_estimator, los
     for name in ("advantage", "policy_loss", "value_loss", "aggregate"):
         assert parts(getattr(made, name)) == parts(getattr(expected, name)), name
     assert made.kl_loss is made.kl_reward is None
+
+
+def test_the_token_baseline_of_a_pair_has_the_weights():
+    weighted = {"rollout_is": "token"}
+    made = build_online(c.Pair(adv_estimator="optimal_token_baseline", **weighted))
+    expected = build_online(c.OptimalTokenBaseline(**weighted))
+    assert parts(made.advantage) == parts(expected.advantage)
+    assert "importance_weights" in field_names(made.advantage)
+    # In bypass mode there are none before the update.
+    settings = {"loss_mode": "gpg", "bypass_mode": True} | weighted
+    bypassing = build_online(c.Pair(adv_estimator="optimal_token_baseline", **settings))
+    assert "importance_weights" not in field_names(bypassing.advantage)
 
 
 def test_each_estimator_and_each_loss_has_its_place():

@@ -170,7 +170,7 @@ def complete(
     ValueError for a prompt that leaves no position.
     """
     sampling = _for_model(model, prompts, sampling_params(model, how))
-    rows = min(how.batch_size, len(prompts))
+    rows, longest = min(how.batch_size, len(prompts)), _longest(model, prompts, sampling)
     for first in range(0, len(prompts), how.batch_size):
         yield _answer_batch(
             model,
@@ -181,6 +181,7 @@ def complete(
                 seed=how.seed,
                 first=first * how.n,
                 rows=rows,
+                longest=longest,
             ),
         )
 
@@ -200,6 +201,13 @@ def _for_model(
     return replace(sampling, stop_token_ids=model.tokenizer.stop_ids, max_new_tokens=limit)
 
 
+def _longest(model: OpenModel, prompts: Sequence[Prompt], sampling: SamplingParams) -> int:
+    """Tokens of the longest row and its answer. Rope may depend on it, so all batches share it."""
+    positions = model.spec.config.max_position_embeddings
+    lengths = (len(prompt.token_ids) for prompt in prompts)
+    return max((min(x + sampling.max_new_tokens, positions) for x in lengths), default=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
     """Prompts that one program answers."""
@@ -210,6 +218,7 @@ class _Batch:
     n: int = 1  # samples of each prompt
     first: int = 0  # samples before these, of other batches
     rows: int = 1  # of the program; more than there are prompts only in a last batch
+    longest: int  # tokens of the longest row and its answer, of all batches
 
 
 def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
@@ -227,7 +236,8 @@ def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
 def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: int) -> Iterator[str]:
     """The text of one answer in pieces of a few tokens."""
     sampling = _for_model(model, [prompt], sampling)
-    batch = _Batch(prompts=[prompt], sampling=sampling, seed=seed)
+    longest = _longest(model, [prompt], sampling)
+    batch = _Batch(prompts=[prompt], sampling=sampling, seed=seed, longest=longest)
     how, arguments = _arguments(model, batch)
     state = _program(model, begin, how)(model.params, *arguments)
     further, shown, live = _program(model, advance, how), "", True
@@ -262,7 +272,7 @@ def _arguments(model: OpenModel, batch: _Batch) -> tuple[_How, tuple[Any, ...]]:
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt.token_ids)] = prompt.token_ids
     settings = GenerationSettings(sampling=batch.sampling, group=n, pad_id=model.tokenizer.pad_id)
-    return _How(tokens.shape, settings, int((lengths + limits).max())), (
+    return _How(tokens.shape, settings, batch.longest), (
         np.repeat(tokens, n, axis=0),
         np.repeat(lengths, n),
         batch.first + np.arange(rows * n, dtype=np.uint32),

@@ -4,6 +4,7 @@ Nothing here imports jax. `lengths` holds the tokens of each sequence (prompt an
 padding.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,7 +72,8 @@ def training_flops(
 ) -> float:
     """FLOPs of one update: 6 * N * tokens + 6 * L * S^2 * heads * head_dim a row, causal.
 
-    With `adapters` the weights are frozen, and have no gradient: 4 * N * tokens.
+    Pairs that the window of a layer hides do not count; see `attention_flops`. With `adapters` the
+    weights are frozen, and have no gradient: 4 * N * tokens.
     """
     gradient = 2.0 * matmul_parameters(config, kind) * sum(lengths) if adapters else 0.0
     return 3.0 * forward_flops(config, lengths, kind) - gradient
@@ -80,8 +82,10 @@ def training_flops(
 def forward_flops(config: ModelConfig, lengths: Sequence[int], kind: Kind = "causal_lm") -> float:
     """FLOPs of a forward pass, a third of `training_flops`."""
     dense = 2.0 * matmul_parameters(config, kind) * sum(lengths)
-    layer = attention_flops(config.num_heads, attended_dim(config), lengths)
-    return dense + config.num_attention_layers * layer + _rule_flops(config) * sum(lengths)
+    windows = Counter(w for i, w in enumerate(config.sliding_window) if not config.is_linear(i))
+    heads, size = config.num_heads, attended_dim(config)
+    layers = [n * attention_flops(heads, size, lengths, window=w) for w, n in windows.items()]
+    return dense + sum(layers) + _rule_flops(config) * sum(lengths)
 
 
 def _rule_flops(config: ModelConfig) -> float:

@@ -128,6 +128,10 @@ def test_flops_by_hand():
     # Pairs that a window of 3 lets see, the diagonal halved: 7 * 3 - 3 * 3 / 2.
     assert attention_flops(4, 8, (7,), window=3) == 4 * 4 * 8 * (7 * 3 - 3 * 3 / 2)
     assert attention_flops(4, 8, (7,), window=9) == attention_flops(4, 8, (7,))
+    # A window of 3 in one layer hides 2^2 of the 5^2, and nothing of the other row.
+    local = dataclasses.replace(tiny, sliding_window=(3, *[None] * (tiny.num_layers - 1)))
+    assert forward_flops(local, (5, 3)) == expected - layer * 4
+    assert training_flops(local, (5, 3)) == 3 * forward_flops(local, (5, 3))
     # A scalar model looks its tokens up in the table, and multiplies them with none but its layers.
     scalar = dataclasses.replace(tiny, vocab_size=2 * tiny.vocab_size)
     assert forward_flops(scalar, (5, 3), "scalar") == forward_flops(tiny, (5, 3), "scalar")

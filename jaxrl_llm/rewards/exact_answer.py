@@ -43,7 +43,14 @@ def exact_answer(
     answer = last_number(solution_str)
     if answer is None:
         return {"score": 0.0, "reason": "no number in the completion"}
-    return _result(answer == number, str(answer), expected, score)
+    return _result(answer == number, _as_text(answer), expected, score)
+
+
+def _as_text(number: Decimal) -> str:
+    """The same text for equal numbers: 12 for 12.0. Validation counts texts."""
+    text = f"{number:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text if number else "0"
 
 
 def _result(correct: bool, answer: str, expected: str, score: float) -> dict[str, Any]:

@@ -62,6 +62,12 @@ def test_exact_answer():
     assert exact_answer("= 12", 12)["score"] == 1.0
     wrong = {"score": 0.0, "pred": "13", "reason": "answered '13', not '12'"}
     assert exact_answer("12 or 13", "12") == wrong
+    # One answer, however it is written: the vote of maj@n counts texts.
+    same = [exact_answer(f"= {text}", "12")["pred"] for text in ("1,200", "1200.0", "01200")]
+    assert same == ["1200"] * 3
+    assert [exact_answer(x, "1")["pred"] for x in ("-0.50", "0.0", "-0", "3.05")] == [
+        "-0.5", "0", "0", "3.05",
+    ]  # fmt: skip
     assert exact_answer("", "12") == {"score": 0.0, "reason": "no number in the completion"}
     assert exact_answer(" yes\n", "yes", extract="whole")["score"] == 1.0
     assert exact_answer("12 ", "12", extract="whole", score=0.5)["score"] == 0.5

@@ -132,7 +132,8 @@ class ValueLoss:
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
-        return _reads(self.algorithm.value_loss)
+        reads = _reads(self.algorithm.value_loss)
+        return reads if self.algorithm.rejection is None else (*reads, "loss_mask")
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
         """The mini-batch with its counts; see `with_counts`."""
@@ -144,8 +145,8 @@ class ValueLoss:
         assert value_loss is not None
         rows = rows_of(part)
         new_values = response_values(params, rows, spec=self.spec, settings=self.settings)
-        current = part | {"new_values": new_values}
-        counts, mask = _counts(part), part["mask"]
+        counts, mask = _counts(part), _loss_mask(part)
+        current = part | {"new_values": new_values, "mask": mask}
         per_token, parts = value_loss(*(current[name] for name in field_names(value_loss)))
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])

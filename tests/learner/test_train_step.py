@@ -22,14 +22,16 @@ from tiny_iteration import (
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
+from jaxrl_llm.algorithms.value_losses import clipped_value_loss
 from jaxrl_llm.config import Custom, OptimizerConfig
 from jaxrl_llm.distributed.layout import train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner import optimizer as optimizer_module
-from jaxrl_llm.learner.forward import ForwardSettings
+from jaxrl_llm.learner.forward import ForwardSettings, response_values
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.rows import rows_of
 from jaxrl_llm.learner.train_state import CastAhead, init_state, state_shardings
 from jaxrl_llm.learner.train_step import (
     NONFINITE,
@@ -131,6 +133,26 @@ def test_accumulation_equals_the_full_batch(name):
     for key, value in metrics.items():
         np.testing.assert_allclose(found_metrics[key], value, rtol=1e-6, atol=1e-6)
     assert optax.tree.norm(grads) > 1e-3
+
+
+def test_the_critic_learns_nothing_from_rejected_tokens():
+    spec = model_spec(MODEL, "scalar")
+    algorithm = build_online(c.PPO(rollout_rs="token_k2", rollout_rs_threshold=0.1))
+    loss = ValueLoss(algorithm=algorithm, spec=spec, settings=SETTINGS)
+    fields = rollout()
+    kept = fields["mask"] * (jnp.arange(R) % 2)
+    assert set(loss.reads) <= {*fields, "loss_mask"} and "loss_mask" in loss.reads
+
+    @jax.jit
+    def both(params, fields):
+        """The loss, and the mean of the formula over the tokens that are kept."""
+        new = response_values(params, rows_of(fields), spec=spec, settings=SETTINGS)
+        each, _ = clipped_value_loss(new, fields["values"], fields["returns"], kept)
+        batch = loss.inputs(fields | {"loss_mask": kept}, jnp.bool_(False))
+        return loss(params, batch)[0], each.sum() / kept.sum()
+
+    found, expected = both(random_params(spec.params, seed=1, scale=0.05), fields)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 CASTS = [

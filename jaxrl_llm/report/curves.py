@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 GLOBAL_STEP = "training/global_step"
@@ -25,27 +26,32 @@ class Curve:
         self.values.append(value)
 
     def thinned(self, most: int = MOST_POINTS) -> "Curve":
-        """At most `most` points: the lowest and the highest of each of equal stretches.
+        """At most `most` points: the ends, and the lowest and highest of each of equal stretches.
 
         Spikes stay visible. A curve with fewer points is kept as it is.
         """
         number = len(self.steps)
         if number <= most:
             return self
-        stretches = most // 2
-        kept: list[int] = []
+        stretches = (most - 2) // 2
+        kept = {0, number - 1}
         for i in range(stretches):
             stretch = range(i * number // stretches, (i + 1) * number // stretches)
             low = min(stretch, key=self.values.__getitem__)
             high = max(stretch, key=self.values.__getitem__)
-            kept += sorted({low, high})
-        return Curve(steps=[self.steps[i] for i in kept], values=[self.values[i] for i in kept])
+            kept |= {low, high}
+        places = sorted(kept)
+        return Curve(steps=[self.steps[i] for i in places], values=[self.values[i] for i in places])
 
-    def to_json(self) -> dict[str, Any]:
-        """Keys: steps, values, and `of`, the number of points before thinning."""
+    def to_json(self, *, with_median: bool = False) -> dict[str, Any]:
+        """Keys: steps, values, `of`, the number of points before thinning, and perhaps `median`."""
         few = self.thinned()
-        values = [float(f"{value:.{DIGITS}g}") for value in few.values]
-        return {"steps": few.steps, "values": values, "of": len(self.steps)}
+        found = {"steps": few.steps, "values": [*map(_short, few.values)], "of": len(self.steps)}
+        return found | ({"median": _short(median(self.values))} if with_median else {})
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
 
 
 class MetricsFile:

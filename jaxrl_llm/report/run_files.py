@@ -12,6 +12,7 @@ from jaxrl_llm.report.token_texts import TokenTexts
 
 METRICS, EVENTS, CONFIG, ABOUT = "metrics.jsonl", "events.jsonl", "config.json", "about.json"
 MOST_ALARMS = 500
+STAGE = "timing_s/"  # metrics of which the page shows the median; of few points it would be another
 
 
 class RunFiles:
@@ -49,7 +50,8 @@ class RunFiles:
             file = self._metrics.setdefault(prefix, MetricsFile(path))
             if file.read():  # the run has resumed: it writes its trace again, too
                 self._trace.forget()
-            found |= {prefix + name: curve.to_json() for name, curve in file.curves.items()}
+            for name, curve in file.curves.items():
+                found[prefix + name] = curve.to_json(with_median=name.startswith(STAGE))
         return found
 
 

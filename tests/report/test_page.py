@@ -39,6 +39,16 @@ def test_a_thinned_curve_keeps_its_spikes():
     assert len(curve.steps) <= 100 and curve.steps == sorted(set(curve.steps))
     points = dict(zip(curve.steps, curve.values, strict=True))
     assert points[1234] == 9.0 and points[8765] == -7.0
+    assert (curve.steps[0], curve.steps[-1]) == (0, 9_999)  # the page shows the last value
+
+
+def test_the_median_of_a_stage_is_that_of_all_steps(tmp_path):
+    """Every fourth step is slow, so half of the points of a thinned curve are."""
+    steps = [{"training/global_step": i, "timing_s/gen": 1.0 + (i % 4 == 0)} for i in range(4_000)]
+    (tmp_path / "metrics.jsonl").write_text(lines(steps))
+    curve = RunFiles(tmp_path).read()["curves"]["timing_s/gen"]
+    assert curve["values"].count(2.0) >= len(curve["values"]) // 2 - 1
+    assert curve["median"] == 1.0 and curve["of"] == 4_000
 
 
 def test_metrics_are_read_as_they_are_written(tmp_path):

@@ -66,8 +66,8 @@ class Page {
     const rank = (name) => HEADLINES.findIndex((pattern) => pattern.test(name));
     const names = this.metrics().filter((name) => rank(name) >= 0).sort((a, b) => rank(a) - rank(b));
     const few = this.data.runs.some((run) => Object.values(run.curves).some((c) => c.of > c.steps.length))
-      ? note(`Curves are drawn from at most ${this.data.limits.points} points: the lowest and the highest of `
-        + "each stretch of steps. metrics.jsonl has every step.") : null;
+      ? note(`Curves are drawn from at most ${this.data.limits.points} points: the ends, and the lowest and highest `
+        + "of each stretch of steps. metrics.jsonl has every step.") : null;
     const about = aboutTable(this.runs());
     return [about || "", this.chartBar(), few || "",
       names.length ? this.grid(names) : note("No step has ended yet.")];

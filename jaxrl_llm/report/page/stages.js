@@ -10,11 +10,6 @@ function stageNames(run) {
     name.startsWith(STAGE) && name !== `${STAGE}step` && name !== `${STAGE}testing`);
 }
 
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted[sorted.length >> 1];
-}
-
 // Stages on top of each other, over the steps of the first one.
 class StackedChart extends Chart {
   lines() {
@@ -52,8 +47,8 @@ function stageTable(runs) {
     const cells = runs.flatMap((run) => {
       const curve = run.curves[name], whole = run.curves[`${STAGE}step`];
       if (!curve) return ["", ""];
-      const share = whole ? median(curve.values) / median(whole.values) : NaN;
-      return [number(median(curve.values)), isFinite(share) ? `${Math.round(share * 100)} %` : ""];
+      const share = whole ? curve.median / whole.median : NaN;
+      return [number(curve.median), isFinite(share) ? `${Math.round(share * 100)} %` : ""];
     });
     return element("tr", {}, element("td", {}, name.slice(STAGE.length)),
       ...cells.map((text) => element("td", { class: "number" }, text)));

@@ -280,14 +280,14 @@ def plan_online(
     first_steps = [1]
     for phase in config.phases:
         first_steps.append(first_steps[-1] + phase.steps)
-    last, waiting = _waiting(config, algorithms, first_steps)
+    last, learning = _learning(config, algorithms, first_steps)
     iterations = []
     for algorithm in algorithms:
         # Steps count from the run's first.
         critic = replace(config.critic, warmup_steps=last)
         phase = replace(config, algorithm=algorithm, critic=critic)
         iteration = plan_iteration(
-            phase, tokenizer, mesh, reward, own_meshes=own_meshes, waiting=waiting
+            phase, tokenizer, mesh, reward, own_meshes=own_meshes, learning=learning
         )
         iterations.append(iteration)
     plan = OnlinePlan(config=config, iterations=tuple(iterations), first_steps=tuple(first_steps))
@@ -300,22 +300,22 @@ def plan_online(
     return plan
 
 
-def _waiting(
+def _learning(
     config: Config, algorithms: Sequence[AlgorithmSettings], first_steps: Sequence[int]
-) -> tuple[int, int]:
-    """The last step in which only the critic learns, and in how many steps the actor waits.
+) -> tuple[int, dict[str, int]]:
+    """The last step in which only the critic learns, and in how many steps each role learns.
 
     A critic warms up in the first phase that has one. Without a critic the actor learns.
     """
-    if not config.critic.warmup_steps:
-        return 0, 0
     ends = [*first_steps[1:], config.total_steps + 1]
     has_critic = [build_online(each).value_loss is not None for each in algorithms]
     phases = [
         (first, end) for first, end, has in zip(first_steps, ends, has_critic, strict=True) if has
     ]
-    last = config.critic.warmup_steps + (phases[0][0] - 1 if phases else 0)
-    return last, sum(max(min(last + 1, end) - first, 0) for first, end in phases)
+    warmup, of_critic = config.critic.warmup_steps, sum(end - first for first, end in phases)
+    last = warmup + (phases[0][0] - 1 if phases else 0) if warmup else 0
+    waits = sum(max(min(last + 1, end) - first, 0) for first, end in phases)
+    return last, {"actor": config.total_steps - waits, "critic": of_critic}
 
 
 def plan_iteration(
@@ -325,13 +325,13 @@ def plan_iteration(
     reward: HostReward | None,
     *,
     own_meshes: Mapping[str, Mesh] | None = None,
-    waiting: int | None = None,
+    learning: Mapping[str, int] | None = None,
 ) -> Iteration:
     """Roles, stages and programs of `config`. `reward` scores on the host, if anything does.
 
     `own_meshes` are those of roles on devices of their own; `mesh` is of all others.
-    `waiting` is the number of steps of the whole run in which the actor waits for its critic; None
-    counts those of `config` alone.
+    `learning` has the number of steps of the whole run in which actor and critic learn; None counts
+    those of `config` alone.
 
     Raises ValueError where the algorithm needs a field that no stage writes, a dim does not divide
     its mesh axes, or the KL controller refuses so many samples.
@@ -341,10 +341,11 @@ def plan_iteration(
     if config.max_staleness and not hasattr(config.algorithm, "rollout_is"):
         algorithm = corrected_for_staleness(algorithm, *_weights_of_stale_samples(config))
     _check(config, algorithm, reward)
-    if waiting is None:
-        waiting = min(critic_warmup(config, algorithm), config.total_steps)
+    if learning is None:
+        waits = min(critic_warmup(config, algorithm), config.total_steps)
+        learning = {"actor": config.total_steps - waits, "critic": config.total_steps}
     own_meshes = {} if own_meshes is None else own_meshes
-    roles, sources = roles_of(config, tokenizer, mesh, waiting, own_meshes)
+    roles, sources = roles_of(config, tokenizer, mesh, learning, own_meshes)
     followers = []
     if ROLLOUT_ROLE in own_meshes:
         rollout = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)

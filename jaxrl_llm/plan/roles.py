@@ -485,10 +485,13 @@ def roles_of(
     config: Config,
     tokenizer: Tokenizer,
     mesh: Mesh,
-    waiting: int,
+    learning: Mapping[str, int],
     own_meshes: Mapping[str, Mesh],
 ) -> tuple[dict[str, Role], dict[str, ModelSource]]:
-    """Every role that the config describes, and where weights come from, if not from the actor."""
+    """Every role that the config describes, and where weights come from, if not from the actor.
+
+    `learning` has the number of steps of the run in which actor and critic learn.
+    """
     context = config.data.max_row_length
     actor = find_model(config.actor, tokenizer, context=context)
     check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
@@ -522,8 +525,7 @@ def roles_of(
                 )
             role = replace(role, base=base)
         roles[name] = role
-    iterations = {"actor": config.total_steps - waiting, "critic": config.total_steps}
-    for name, number in iterations.items():
+    for name, number in learning.items():
         settings = config.actor if name == "actor" else config.critic
         per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
         steps = max(per_epoch * settings.ppo_epochs, 1)

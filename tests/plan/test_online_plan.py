@@ -47,6 +47,11 @@ def test_the_decay_of_the_actor_counts_the_steps_that_it_takes():
     phases = planned(replace(config, phases=(first, phase)))  # waits in steps 1 and 2 alone
     assert [it.config.critic.warmup_steps for it in phases.iterations] == [4, 4, 4]
     assert rate_at(phases, "actor", 16) == 0.0 < rate_at(phases, "actor", 15)
+    # The critic learns in the other 7 iterations, also where nothing warms up.
+    cold = replace(config, phases=(first, phase), critic=replace(config.critic, warmup_steps=0))
+    for plan in (phases, planned(cold)):
+        assert rate_at(plan, "critic", 14) == 0.0 < rate_at(plan, "critic", 13)
+    assert rate_at(plan, "actor", 20) == 0.0 < rate_at(plan, "actor", 19)
 
 
 @pytest.mark.parametrize("kl", [True, False])

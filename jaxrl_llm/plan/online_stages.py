@@ -75,14 +75,16 @@ class Planning:
         """The stages of an iteration, in order.
 
         A single optimizer step of the actor computes the old log-probs itself, in its forward pass.
-        Then no pass of their own does, unless something else reads them. Nor where only the critic
-        warms up: there is no such step meanwhile, and the metrics would be missing.
+        Then no pass of their own does, unless something else reads them. There is one where the
+        critic warms up: no such step gives the metrics meanwhile. And there is one with dropout,
+        which the sampler does not have: entropy and mismatch would be those of another policy.
         """
-        sizes = update_sizes(self.config, self.roles["actor"])
+        sizes, lora = update_sizes(self.config, self.roles["actor"]), self.roles["actor"].spec.lora
         own = (
             sizes.num_mini_batches == sizes.num_epochs == 1
             and "old_logprobs" in field_names(self.algorithm.policy_loss)
             and not critic_warmup(self.config, self.algorithm)
+            and not (lora and lora.dropout)
         )
         # The metrics of a batch are those of its advantages, also where no loss reads them.
         goals = ("advantages",)

@@ -11,7 +11,7 @@ from test_online_algorithms import config_of, stages_of
 from tiny_iteration import PROMPTS, first_states, in_micro_batches, open_iteration, packed, run_step
 
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, LoraConfig
 from jaxrl_llm.learner.forward import response_logprobs
 from jaxrl_llm.learner.rows import rows_of
 from jaxrl_llm.plan.online_stages import Planning
@@ -128,6 +128,15 @@ def test_a_pass_of_its_own_where_something_else_reads_them_or_there_are_more_ste
     ):
         name = "ppo" if "use_kl_in_reward" in settings else "grpo"
         assert "old_log_prob" in stages_of(single(config_of(name, **settings)))
+
+
+def test_a_pass_of_its_own_with_dropout():
+    """The sampler has none: its distance from a pass with dropout would be that of the dropout."""
+    grpo = single(config_of("grpo"))
+    for dropout in (0.0, 0.1):
+        lora = LoraConfig(rank=2, dropout=dropout)
+        names = stages_of(replace(grpo, actor=replace(grpo.actor, lora=lora)))
+        assert ("old_log_prob" in names) == (dropout > 0)
 
 
 def test_a_pass_of_its_own_where_only_the_critic_learns_at_first():

@@ -64,6 +64,7 @@ def geo_mean(
 
     The bounds are on the log-ratio: 0.4 is a ratio from 0.67 to 1.5. They are wide because the mean
     is robust. Use seq-mean-token-mean, which averages over responses as the paper and verl do.
+    Importance weights of tokens count with their mean; verl takes their geometric mean.
     Requires: one advantage a response. Metrics: clipped with A > 0; `_lower`: clipped with A < 0.
     Zhao et al. 2025, arXiv:2507.20673. Raises ValueError for a negative bound.
     """

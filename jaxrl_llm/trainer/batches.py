@@ -210,7 +210,8 @@ class Repetition:
 class FilteredBatches(PromptBatches):
     """Dynamic sampling: the rollout runs until there are enough groups that vary.
 
-    What a round measures is averaged over the rounds; the rest is of the batch learned from.
+    What a round measures is averaged over the rounds, and failures are added up; the rest is of the
+    batch learned from.
     """
 
     _groups: "GroupFilter | None" = None
@@ -246,9 +247,12 @@ class FilteredBatches(PromptBatches):
 
 
 def means_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of each metric over the rounds that have it."""
-    every = {name for found in rounds for name in found}
-    return {name: np.mean([r[name] for r in rounds if name in r]) for name in sorted(every)}
+    """The mean of each metric over the rounds that have it. Samples that failed are added up."""
+    means: dict[str, Any] = {}
+    for name in sorted({name for found in rounds for name in found}):
+        counts = name.startswith("rewards/") and name.endswith("/failures")
+        means[name] = (np.sum if counts else np.mean)([r[name] for r in rounds if name in r])
+    return means
 
 
 def moved(*found: dict[str, Any]) -> dict[str, float]:

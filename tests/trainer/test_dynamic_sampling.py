@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigError, FilterGroupsConfig, load_config
 from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.batches import GroupFilter
+from jaxrl_llm.trainer.batches import GroupFilter, means_of
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.types import RolloutBatch
 
@@ -62,6 +62,17 @@ def test_groups_that_vary_are_taken_in_order_until_there_are_enough():
         "rollout/groups_varied": 4.0,
         "rollout/groups_filled": 0.0,
         "frac_reward_zero_std": 2 / 6,
+    }
+
+
+def test_metrics_of_rounds_are_means_and_failures_are_counts():
+    first = {"rewards/f/mean": 0.5, "rewards/f/failures": 3.0, "rewards/failures": 4.0}
+    second = {"rewards/f/mean": 1.0, "rewards/f/failures": 0.0, "rewards/failures": 1.0, "x": 2.0}
+    assert means_of([first, second]) == {
+        "rewards/f/mean": 0.75,
+        "rewards/f/failures": 3.0,
+        "rewards/failures": 5.0,
+        "x": 2.0,
     }
 
 

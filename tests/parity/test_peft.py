@@ -94,7 +94,12 @@ def peft_name(name):
     return name.removesuffix(".weight") if "magnitude" in name else name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("hybrid_dora", "hybrid_fused")  # hybrid and hybrid_fused_dora prove what these do
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS]
+)
 def test_peft_computes_the_same(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]
     atol = atol_of(config)

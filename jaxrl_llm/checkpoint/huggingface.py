@@ -55,6 +55,7 @@ TOKENIZER_FILES = (
 )
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+CARD_MARK = "\n- jaxrl_llm\n"  # in the card of each export of ours
 _READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 
 
@@ -244,7 +245,7 @@ def default_model_card(
     lines = [
         "---",
         *(f"{key}: {value}" for key, value in front.items()),
-        "tags:\n- reinforcement-learning\n- jaxrl_llm",
+        f"tags:\n- reinforcement-learning{CARD_MARK}".rstrip(),
         "---",
         f"# A {spec.config.family} {what}\n",
         f"{description}\n",

@@ -11,6 +11,7 @@ import jax
 
 from jaxrl_llm.checkpoint import identity, layout, manager, peft
 from jaxrl_llm.checkpoint.huggingface import (
+    CARD_MARK,
     MAX_SHARD_BYTES,
     export,
     load_model_config,
@@ -33,6 +34,7 @@ from jaxrl_llm.plan.weights import (
     load_params,
     restored,
 )
+from jaxrl_llm.references import exists
 from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
 
 # ------------------------------------------------------------------------- evaluate
@@ -74,10 +76,12 @@ def export_checkpoint(
 
     Every array goes through the first device, however many the run had. `dtype` is that of the
     stored weights unless given. ValueError when the checkpoint has no such role, or when its files
-    describe another model or tokenizer than it was saved with.
+    describe another model or tokenizer than it was saved with. ConfigError where `output` holds a
+    run, or a model that is no export of ours.
     """
     _refuse_mixture(Path(output), adapter)
     facts = run_facts(checkpoint)
+    _refuse_others(Path(output), facts.config)
     roles = manager.stored_roles(checkpoint)
     if role not in roles:
         known = f"it has {', '.join(roles)}, so --role={next(iter(roles))} works"
@@ -142,6 +146,29 @@ def _refuse_mixture(output: Path, adapter: bool) -> None:
         raise ConfigError(
             f"--output={output} holds {other.name} of an earlier export, and transformers would "
             "mix the two; give another directory"
+        )
+
+
+def _refuse_others(output: Path, config: Config | None) -> None:
+    """Refuse to write over a run, a model of others, or what the run began with."""
+    steps = (*output.glob(f"{layout.STEP_PREFIX}_*"), output, *output.parents)
+    found = ""
+    if any((output / name).exists() for name in (layout.CHECKPOINTS, "metrics.jsonl")):
+        found = "a run"
+    elif any(layout.step_of(folder) is not None for folder in steps):
+        found = "checkpoints"
+    card = output / "README.md"
+    ours = card.is_file() and CARD_MARK in card.read_text(errors="replace")
+    if not found and (output / "config.json").exists() and not ours:
+        found = "a model that is no export of jaxrl_llm"
+    if not found and config is not None and output.exists():
+        began = (config.actor.path, config.actor.lora.path, config.critic.path)
+        same = [path for path in began if path and exists(path) and output.samefile(path)]
+        found = "the model that the run began with" if same else ""
+    if found:
+        raise ConfigError(
+            f"--output={output} holds {found}, which the export would overwrite; give another "
+            "directory"
         )
 
 

@@ -13,8 +13,8 @@ from jaxrl_llm.references import shown
 
 
 def a_path(name: str, value: Any) -> Path:
-    """A path, as text or a Path, that a file system takes."""
-    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
+    """A path, as text or a Path, that a file system takes. Empty text is none: it is a mistake."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value) or value == "":
         _refuse(name, value, "a path")
     try:
         Path(value).exists()

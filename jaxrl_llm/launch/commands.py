@@ -252,7 +252,7 @@ def export(argv: list[str]) -> int:
     """
     parser = Parser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", required=True)
     roles = ("actor", "critic", "reward", "reference", "teacher")
     parser.add_argument("--role", choices=roles, default="actor")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))

@@ -27,7 +27,7 @@ from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.evaluation.answering import open_model, read_prompt
 from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint, run_facts
-from jaxrl_llm.launch import commands
+from jaxrl_llm.launch import commands, library
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.trainer.run import train
 
@@ -307,6 +307,26 @@ def test_a_run_that_writes_its_metrics_can_be_exported(checkpoint, tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"training/global_step": 2, "critic/sc')
     assert run_facts(run / "checkpoints" / checkpoint.name) == whole
+
+
+def test_an_export_overwrites_exports_only(checkpoint, exported, tmp_path):
+    run, model = checkpoint.parent.parent, tmp_path / "model"
+    write_directory(model, tiny_config())
+    for place in (run, checkpoint.parent, checkpoint, checkpoint / "export", model):
+        before = {file: file.stat().st_mtime_ns for file in place.rglob("*")}
+        with pytest.raises(ConfigError, match="would overwrite; give another directory"):
+            export_checkpoint(checkpoint, place)
+        assert {file: file.stat().st_mtime_ns for file in place.rglob("*")} == before
+    base = shutil.copytree(exported, tmp_path / "base")
+    assert export_checkpoint(checkpoint, base) == base
+    copy = shutil.copytree(run, tmp_path / "copy")
+    stored = json.loads((copy / "config.json").read_text())
+    stored["actor"]["path"] = str(base)
+    (copy / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="the model that the run began with"):
+        export_checkpoint(copy / "checkpoints" / checkpoint.name, base)
+    with pytest.raises(ConfigError, match="output='': expected a path"):
+        library.export(checkpoint, "")
 
 
 def test_export_script_casts_and_splits(checkpoint, tmp_path):

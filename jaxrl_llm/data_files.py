@@ -6,6 +6,7 @@ This file imports neither jax nor a data library, so a config can be checked wit
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,6 +24,8 @@ KINDS = {
 HUB = "hf://"
 MOST_FILES = 100_000  # in a folder of data
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,16 @@ def _folder_files(folder: Path, split: str) -> list[DataFile]:
     by_split: dict[str, list[Path]] = {}
     for path in files:
         by_split.setdefault(_split_of(path.relative_to(folder)), []).append(path)
-    chosen = _pick(folder, list(by_split), split) if split or len(by_split) > 1 else ""
-    return [_file(path) for path in (by_split[chosen] if chosen else files)]
+    if len(by_split) < 2 and not split:
+        return [_file(path) for path in files]
+    splits = [name for name in by_split if name]
+    if not split and "" in by_split:
+        raise ValueError(
+            f"{str(folder)!r} has files of no split, such as {by_split[''][0].name}, and the split "
+            f"{splits[0]}: give {folder}#{splits[0]}, or the files themselves, {folder}/*"
+            f"{files[0].suffix}"
+        )
+    return [_file(path) for path in by_split[_pick(folder, splits, split)]]
 
 
 def _visible_files(folder: Path) -> list[Path]:
@@ -180,8 +191,14 @@ def _pick(folder: Path, splits: Sequence[str], split: str) -> str:
 
 
 def _split_of(path: Path) -> str:
-    """`train` for train.parquet, train-00000-of-00002.parquet and train/x.parquet, else ""."""
-    for name in (path.stem.split("-")[0], *(part.split("-")[0] for part in path.parts[:-1])):
-        if name in SPLIT_NAMES:
-            return name
+    """The split that the words of a name give, else "".
+
+    `train` for train.parquet, train-00000-of-00002.parquet, gsm8k_train.jsonl and train/x.parquet;
+    `train_sft` for train_sft-00000-of-00001.parquet.
+    """
+    for part in (path.stem, *path.parts[:-1]):
+        words = _BETWEEN_WORDS.split(part.lower())
+        if name := next((word for word in words if word in SPLIT_NAMES), ""):
+            shard = _SHARD.fullmatch(part)
+            return shard[1] if shard else name
     return ""

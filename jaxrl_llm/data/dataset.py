@@ -5,6 +5,7 @@ processes share this work: each checks a stripe of every source, and keeps its r
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -51,12 +52,13 @@ from jaxrl_llm.data.sources import (
 from jaxrl_llm.data.streaming import FirstRows, Skipped, Streamed, StreamedSource, check_groups
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
 from jaxrl_llm.data_files import HUB, DataFile, hub_name, resolve_files
-from jaxrl_llm.distributed.multihost import gather_objects
+from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.references import load
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 DETECTION_ROWS = 100  # the format of a source is that of most of its first rows
 SHOWN_REASONS = 5
 
@@ -240,6 +242,8 @@ def _load(
             f"no rows are left of {num_rows} ({num_overlong} of them overlong): check "
             f"{sources.keys}, and {LENGTH_KEYS}"
         )
+    if is_main():
+        _say_what_is_left_out(bad, num_overlong, num_rows, rules)
     formats = {stripe.reader.name: stripe.reader.kind for stripe in own if stripe.reader.kind}
     return Loaded(
         items=items, num_rows=num_rows, bad_rows=bad, num_overlong=num_overlong, formats=formats
@@ -494,6 +498,30 @@ def _check_bad(bad: Sequence[BadRow], num_rows: int, rules: RowRules) -> None:
         f"Repair or remove these rows{where}, or raise config.data.max_bad_fraction to leave them "
         "out."
     )
+
+
+def _say_what_is_left_out(
+    bad: Sequence[BadRow], num_overlong: int, num_rows: int, rules: RowRules
+) -> None:
+    if num_overlong:
+        log.warning(
+            "%d of %d rows have more than %d tokens and are left out: "
+            "config.data.filter_overlong_prompts",
+            num_overlong,
+            num_rows,
+            rules.max_length,
+        )
+    if bad:
+        log.warning(
+            "%d of %d rows are bad and are left out, as config.data.max_bad_fraction=%s allows; "
+            "the first: %s row %d: %s",
+            len(bad),
+            num_rows,
+            rules.max_bad_fraction,
+            bad[0].source,
+            bad[0].row,
+            bad[0].reason,
+        )
 
 
 def _fit_prompt(prompt: Prompt, limit: int, truncation: str) -> Prompt:

@@ -484,7 +484,12 @@ def _ground_truth(row: Mapping[str, Any], kind: str) -> Any:
 
 
 def _finite(value: Any, column: str) -> Any:
-    """`value`, if no number in it is NaN or infinite: no answer is equal to such a number."""
+    """`value`, if no number in it is NaN or infinite: no answer is equal to such a number.
+
+    Text of older parquet files, which is stored as binary, becomes text.
+    """
+    if isinstance(value, bytes):
+        return _text(value, column, may_be_empty=True)
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, dict | list | tuple):
         for part in parts:

@@ -104,6 +104,12 @@ def test_trl_prompt_rows(tmp_path, chat, column):
     assert load_one(load_prompts, tmp_path, {"prompt": USER}, chat).ground_truth is None
 
 
+def test_a_binary_right_answer_is_text():
+    row = {"prompt": b"2+2=", "answer": b"4"}
+    prompt = prompt_of(row, "prompt", CHAR, data_source="rows", index=0)
+    assert (prompt.text, prompt.ground_truth) == ("2+2=", "4")
+
+
 def test_plain_prompts_begin_with_bos_where_the_tokenizer_does(tmp_path):
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "bos", add_bos=True))
     prompt = load_one(load_prompts, tmp_path, {"prompt": "hi"}, tokenizer)
@@ -406,6 +412,15 @@ def test_prompts_are_truncated(tmp_path, truncation, kept):
     prompt = load_one(load_prompts, tmp_path, row, CHAR, max_length=4, truncation=truncation)
     assert CHAR.decode(prompt.token_ids) == kept
     assert prompt.text == "123456"
+
+
+def test_rows_that_are_left_out_are_counted_in_the_log(tmp_path, caplog):
+    sources = rows_file(tmp_path, [{"prompt": "1"}, {"prompt": "123456"}, {"prompt": ""}])
+    load_prompts(sources, CHAR, RowRules(max_length=4, filter_overlong=True, max_bad_fraction=0.5))
+    overlong, bad = (record.getMessage() for record in caplog.records)
+    assert overlong.startswith("1 of 3 rows have more than 4 tokens and are left out")
+    assert bad.startswith("1 of 3 rows are bad and are left out")
+    assert bad.endswith("rows.jsonl row 2: column 'prompt' is empty")
 
 
 def test_overlong_prompts_are_refused_or_filtered(tmp_path):

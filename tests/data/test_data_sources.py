@@ -189,6 +189,36 @@ def test_folders_of_parquet_files(tmp_path):
     assert data(f"{tmp_path}/hub#test") == ROWS[:1]
 
 
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("gsm8k_train.jsonl", "gsm8k_test.jsonl"), ("test", "train")),
+        (("train.v1.jsonl", "Test.v1.jsonl"), ("test", "train")),
+        (("train_sft-00000-of-00001.jsonl", "test_sft-00000-of-00001.jsonl"), ("t*_sft",)),
+        (("x/train_1/a.jsonl", "x/dev 1/a.jsonl"), ("dev", "train")),
+    ],
+)
+def test_splits_are_words_of_names(tmp_path, names, splits):
+    for i, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / name, ROWS[i : i + 1])
+    pattern = r" or #".join(splits).replace("t*_sft", "test_sft or #train_sft")
+    with pytest.raises(ValueError, match=f"has several splits: give one as .*#{pattern}"):
+        read(tmp_path)
+    split = "train_sft" if "sft" in names[0] else "train"
+    assert data(f"{tmp_path}#{split}") == ROWS[:1]
+
+
+def test_files_of_no_split_are_not_mixed_with_a_split(tmp_path):
+    for name in ("math.jsonl", "contested.jsonl"):  # a word, not a part of one
+        write_jsonl(tmp_path / name, ROWS[:1])
+    assert data(tmp_path) == ROWS[:1] * 2
+    write_jsonl(tmp_path / "test.jsonl", ROWS[1:2])
+    with pytest.raises(ValueError, match="files of no split, such as contested.jsonl, and the spl"):
+        read(tmp_path)
+    assert data(f"{tmp_path}#test") == ROWS[1:2]
+
+
 def test_missing_and_unreadable_files_end_the_run(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"no file or folder .*; did you mean '.*train.jsonl'\?"):

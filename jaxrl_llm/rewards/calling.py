@@ -9,7 +9,7 @@ import asyncio
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -276,7 +276,8 @@ class _Prepared:
             values = list(result)
         except TypeError:
             values = None
-        if values is None or isinstance(result, str | Mapping):
+        # A set has no order, so its numbers belong to no completion.
+        if values is None or isinstance(result, str | bytes | Mapping | Set):
             got = f"{shorten(result)} ({type(result).__name__})"
             return self._bad_return(f"{got} instead of a list with one number a completion")
         if len(values) != self.request.size:

@@ -4,14 +4,32 @@ import re
 from decimal import Decimal
 from typing import Any, Literal
 
-# A minus after a digit is a subtraction, not a sign: the last number of "5-3" is 3.
-NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+# A minus after a digit is a subtraction, not a sign: the last number of "5-3" is 3. It may be the
+# sign of mathematics, U+2212. A point that follows a letter, a digit or a point begins no number.
+NUMBER = re.compile(
+    r"(?:(?<![0-9])[-\u2212])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
+)
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number in `text` without thousands commas; None if there is none."""
     found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+
+
+def truth_text(ground_truth: Any, grader: str) -> str:
+    """A right answer as text; a number in digits, such as 4 for 4.0 and 0.00001 for 1e-05.
+
+    Raises: ValueError for a row without one.
+    """
+    if ground_truth is None:
+        raise ValueError(f"the row has no ground truth: {grader} needs one in every row")
+    if isinstance(ground_truth, float | Decimal):  # parquet has 4.0 in columns with nulls
+        number = Decimal(str(ground_truth))
+        return f"{number.normalize():f}" if number else "0"
+    return str(ground_truth).strip()
 
 
 def exact_answer(
@@ -26,12 +44,10 @@ def exact_answer(
     `pred` is the answer that was read; validation votes with it (`maj@n`).
 
     extract="whole" compares the stripped completion as text. "last_number" compares the last number
-    in it by value, so "= 12" and "12.0" both answer 12. Raises ValueError for a row without ground
-    truth, or for "last_number" with one that has no number.
+    in it by value, so "= 12", "12.0" and "1.2e1" all answer 12. Raises ValueError for a row without
+    ground truth, or for "last_number" with one that has no number.
     """
-    if ground_truth is None:
-        raise ValueError("the row has no ground truth: exact_answer needs one in every row")
-    expected = str(ground_truth).strip()
+    expected = truth_text(ground_truth, "exact_answer")
     if extract == "whole":
         answer = solution_str.strip()
         return _result(answer == expected, answer, expected, score)

@@ -3,6 +3,9 @@
 import re
 from typing import Any, Literal
 
+from jaxrl_llm.rewards.exact_answer import truth_text
+
+MARK = "####"  # before the answer
 TAIL = 300  # characters at the end: verl reads no more
 
 
@@ -33,14 +36,18 @@ def gsm8k(
     """`score` for the right answer, `format_score` for a wrong one, 0 without an answer.
 
     Answers are compared as text, as in verl: "18." is not "18". `ground_truth` is the number after
-    "#### " in the data set, without commas.
+    "#### " in the data set, without commas, or the whole solution of the data set. Raises
+    ValueError for a row without ground truth.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r}: choose 'strict' or 'flexible'")
+    expected = truth_text(ground_truth, "gsm8k")
+    if MARK in expected:  # as openai/gsm8k writes it
+        expected = expected.rpartition(MARK)[2].strip().replace(",", "")
     answer = extract_answer(solution_str, method)
     if answer is None:
         looked_for = "'#### <number>'" if method == "strict" else "number"
         return {"score": 0.0, "reason": f"no {looked_for} in the last {TAIL} characters"}
-    if answer == str(ground_truth):
+    if answer == expected:
         return {"score": score}
-    return {"score": format_score, "reason": f"answered {answer!r}, not {str(ground_truth)!r}"}
+    return {"score": format_score, "reason": f"answered {answer!r}, not {expected!r}"}

@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does
     from jaxrl_llm.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
+COMPARING = ("exact_answer", "gsm8k", "math_answer", "code")  # graders that need a right answer
+TRUTHS = ("ground_truth", "answer", "solution", "reward_model")  # columns that may hold it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +182,16 @@ class RewardManager:
     ) -> None:
         """Refuse functions that ask for none of the `columns` of the rows. Raises ValueError.
 
+        So it is for graders of ours that compare with a right answer, where no row has one.
+
         `renamed` has our names and the data's, of columns that config.data.columns renames. A
         batch may then lack a column that other rows have: its values are None there. Without
         `of_all` the columns are those of a sample of the rows, and one that is not there is named
         in a warning.
         """
         for function in self._functions:
+            if of_all:
+                _check_truth(function.info, columns)
             try:
                 check_columns(function.info, columns, renamed)
             except ValueError as error:
@@ -435,6 +441,18 @@ def _failure(
         prompt=prompts[index].text,
         completion=completions[index].text,
     )
+
+
+def _check_truth(info: FunctionInfo, columns: Collection[str]) -> None:
+    """ValueError where no row can have the right answer that a grader of ours compares with."""
+    if is_builtin(info.path) and info.name in COMPARING and not {*TRUTHS} & {*columns}:
+        raise ValueError(
+            f"{info.name} compares with a right answer, and no row has one: name the column "
+            "ground_truth, answer or solution, say which it is, "
+            "--config.data.columns={ground_truth: THEIRS}, or take another reward function "
+            "(config.validation.grader of held-out rows); the rows have: "
+            f"{', '.join(sorted(columns)) or 'none'}"
+        )
 
 
 def _statistics(

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
+from jaxrl_llm.rewards.exact_answer import truth_text
+
 RUNS_IN_POOL = True  # a comparison can take seconds, and a huge power can only be killed
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 MOST_CHARACTERS = 2_000  # of an answer: no true one is longer
@@ -32,9 +34,8 @@ def math_answer(
     truth is no mathematics and the answer has another text. Raises ValueError for a row without
     ground truth.
     """
-    if ground_truth is None:
-        raise ValueError("the row has no ground truth: math_answer needs one in every row")
-    expected = last_box(str(ground_truth)) or str(ground_truth).strip().strip("$")
+    truth = truth_text(ground_truth, "math_answer")
+    expected = last_box(truth) or truth.strip("$")
     answer = last_box(solution_str)
     if answer is None:
         return {"score": 0.0, "reason": "no whole \\boxed{} in the completion"}

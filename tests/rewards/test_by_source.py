@@ -50,12 +50,14 @@ def test_graders_that_do_not_fit_the_rows_are_refused(tmp_path):
     ):
         graders = SourceGraders(default=exact, by_source={"own": hard})
         with pytest.raises(ValueError, match="source 'own'.*did you mean 'owner'"):
-            graders.check({"owner": ["level"], "b": []})
+            graders.check({"owner": ["level"], "b": ["answer"]})
         with pytest.raises(ValueError, match="hard asks for 'level'.*Add the column"):
-            graders.check({"own": [], "b": ["level"]})
-        graders.check({"own": ["level"], "b": []})
+            graders.check({"own": [], "b": ["level", "answer"]})
+        with pytest.raises(ValueError, match="no row has one: name the column ground_truth, ans"):
+            graders.check({"own": ["level"], "b": ["level"]})
+        graders.check({"own": ["level"], "b": ["answer"]})
         with pytest.raises(ValueError, match="asks for 'level'; the rows have: comp"):
-            SourceGraders(default=hard, by_source={"b": exact}).check({"a": [], "b": ["level"]})
+            SourceGraders(default=hard, by_source={"b": exact}).check({"a": [], "b": ["answer"]})
 
 
 def test_graders_of_sources_are_set_on_the_command_line():

@@ -44,6 +44,10 @@ def batch(prompts, completions, completion_ids, trainer_state, log_extra, log_me
 def short_list(completions):
     return [1.0]
 
+def a_set(completions):
+    return {0.5 * i for i, _ in enumerate(completions)}
+
+
 def not_a_list(completions):
     return 1.0
 
@@ -156,6 +160,7 @@ def test_unusable_values_are_reported_by_name(rewards):
     [
         ("short_list", "short_list returned 1 rewards for 2 completions"),
         ("not_a_list", "not_a_list returned 1.0 (float) instead of a list"),
+        ("a_set", "a_set returned {"),  # it has no order
         ("no_score", "no_score returned a dict without 'score'"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,26 @@ def make_completion(text="2", tokens=(1, 2)):
         ("3.5", 3.5),
         ("none", None),
         ("", None),
+        ("it is .5", 0.5),
+        ("see v1.2.3", 3),
+        ("so it is...3", 3),
+        ("x = \u22124", -4),
+        ("2e3 or 1e-2", 0.01),
+        ("2x", 2),
     ],
 )
 def test_last_number(text, number):
-    assert last_number(text) == number
+    assert last_number(text) == (number if number is None else Decimal(str(number)))
+
+
+@pytest.mark.parametrize(
+    ("truth", "text"), [(4.0, "4"), (1e-5, "0.00001"), (1e22, "1" + "0" * 22), (-0.0, "0")]
+)
+def test_a_right_answer_that_is_a_number_is_written_in_digits(truth, text):
+    for extract in ("whole", "last_number"):
+        assert exact_answer(text, truth, extract=extract)["score"] == 1.0
+        assert exact_answer("22" if truth else "5", truth, extract=extract)["score"] == 0.0
+    assert gsm8k(f"#### {text}", truth)["score"] == 1.0
 
 
 def test_exact_answer():
@@ -102,6 +119,14 @@ def test_gsm8k(text, method, score):
 def test_gsm8k_removes_commas():
     assert gsm8k("#### 1,234", "1234")["score"] == 1.0
     assert gsm8k("#### -5", "-5")["score"] == 1.0
+
+
+def test_gsm8k_takes_the_solutions_of_its_data_set():
+    solution = "She has 48/2 = <<48/2=24>>24 clips.\n#### 1,024"
+    assert gsm8k("#### 1,024", solution)["score"] == 1.0
+    assert gsm8k("#### 24", solution)["score"] == 0.0
+    with pytest.raises(ValueError, match="no ground truth: gsm8k needs one in every row"):
+        gsm8k("#### 24", None)
 
 
 def test_format_match():

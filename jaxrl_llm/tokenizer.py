@@ -98,7 +98,26 @@ class Tokenizer(Protocol):
         ...
 
 
-class CharTokenizer:
+class _Limited:
+    """A tokenizer that may know more tokens than its model."""
+
+    limit: int | None = None  # the size of the model's vocabulary, where that is smaller
+
+    def _within(self, ids: list[int]) -> list[int]:
+        """The ids. ValueError for one that is outside of the model's vocabulary."""
+        if self.limit is not None and ids and max(ids) >= self.limit:
+            raise ValueError(
+                f"the tokenizer gives the id {max(ids)}, outside of the model's vocabulary of "
+                f"{self.limit} tokens, to {self.decode([max(ids)], skip_special=False)!r}: take "
+                "the tokenizer of this model, or leave such text out"
+            )
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        raise NotImplementedError
+
+
+class CharTokenizer(_Limited):
     """One id for each character of `ALPHABET`. Id 0 pads and id 1 ends."""
 
     vocab_size = len(ALPHABET) + 2
@@ -115,7 +134,7 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the characters. ValueError names the first unknown character."""
         try:
-            return [self._ids[character] for character in text]
+            return self._within([self._ids[character] for character in text])
         except KeyError as error:
             character = error.args[0]
             raise ValueError(
@@ -182,7 +201,7 @@ class CharTokenizer:
         return _digest(self, self._texts)
 
 
-class HFTokenizer:
+class HFTokenizer(_Limited):
     """transformers' AutoTokenizer for a local directory or a hub name. Never runs remote code."""
 
     def __init__(self, path: str | Path) -> None:
@@ -240,9 +259,9 @@ class HFTokenizer:
 
         ValueError for text that the vocabulary cannot represent.
         """
-        return self._encode(text, special=False)
+        return self._within(self._encode(text))
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special))
         except Exception as error:  # tokenizers raises plain Exception
@@ -328,7 +347,7 @@ class HFTokenizer:
         vocabulary = sorted(self._tokenizer.get_vocab().items())
         every = -(-len(vocabulary) // DIGEST_SAMPLES)
         texts = "".join(self.decode([i], skip_special=False) for _, i in vocabulary[::every])
-        return _digest(self, vocabulary, self.encode(texts), self._tokenizer.chat_template)
+        return _digest(self, vocabulary, self._encode(texts), self._tokenizer.chat_template)
 
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
@@ -376,9 +395,12 @@ def check_vocabulary(
     `stop_ids` are the run's own, by default the tokenizer's. An embedding lookup outside of the
     table gives NaN, and a stop id outside of it never ends a response.
 
+    Guarantees: from now on, `encode` raises ValueError for text with an id outside of it.
     Raises:
         ValueError: the id and both sizes.
     """
+    if isinstance(tokenizer, _Limited):
+        tokenizer.limit = vocab_size if vocab_size < tokenizer.vocab_size else None
     stops = tokenizer.stop_ids if stop_ids is None else stop_ids
     ids = {"padding": (tokenizer.pad_id,), "end": (tokenizer.eos_id,), "stop": stops}
     if tokenizer.bos_id is not None:

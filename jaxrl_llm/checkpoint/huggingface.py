@@ -56,6 +56,7 @@ TOKENIZER_FILES = (
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CARD_MARK = "\n- jaxrl_llm\n"  # in the card of each export of ours
+_COMPARED_ROWS = 1024  # of a table at once
 _READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 
 
@@ -129,6 +130,9 @@ def import_params(
         stored,
         {name: parts[0].tensor.whole_shape for name, parts in wanted.items()},
     )
+    if spec.config.tie_word_embeddings and spec.kind == "causal_lm":
+        table = names[("decoder", "embed", "table")].parts[0].name
+        _check_tied(directory, stored[table], stored.get("lm_head.weight"))
 
     target = float_dtype(dtype or spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -308,6 +312,24 @@ def _check_tensors(
                 f"tensor {name!r} of {directory} is stored as {found.dtype}; quantised weights "
                 f"are not supported, give a directory in bfloat16, float16 or float32"
             )
+
+
+def _check_tied(directory: Path, table: StoredTensor, head: StoredTensor | None) -> None:
+    """ValueError where a head that is stored next to a tied table is another one."""
+    if head is None:
+        return
+    same = head.shape == table.shape
+    if same:
+        first, second = (value for _, value in read_tensors([table, head]))
+        rows = range(0, len(first), _COMPARED_ROWS)
+        pieces = (slice(row, row + _COMPARED_ROWS) for row in rows)
+        same = all(np.array_equal(first[piece], second[piece]) for piece in pieces)
+    if not same:
+        raise ValueError(
+            f"{directory} has tie_word_embeddings=true in its config.json, and a "
+            f"{head.name!r} that is not its {table.name!r}: set tie_word_embeddings to false, or "
+            "remove that tensor"
+        )
 
 
 def _some(names: Sequence[str], limit: int = 4) -> str:

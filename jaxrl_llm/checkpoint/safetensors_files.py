@@ -210,6 +210,11 @@ def _weight_files(directory: Path) -> list[Path]:
                     f"{index} names the weight file {name!r}, which is outside of its folder; "
                     "fetch the model again from a source that you trust"
                 )
+        if _SINGLE_FILE not in names and (directory / _SINGLE_FILE).is_file():
+            raise ValueError(
+                f"{directory} holds {_SINGLE_FILE}, and {_INDEX_FILE} of other files: remove the "
+                "weights that are not those of the model"
+            )
         paths = [directory / name for name in names]
     else:
         paths = [directory / _SINGLE_FILE]

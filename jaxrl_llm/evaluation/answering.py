@@ -29,7 +29,7 @@ from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.references import shown
-from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import Completion, Prompt
 
 FEWEST_TOKENS = 16  # of a row of prompts; rows have powers of two, so that few programs are needed
@@ -102,12 +102,14 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
     """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
     settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype)
     source = find_model(settings, context=1)  # `complete` knows the length
+    tokenizer = find_tokenizer("", settings)
+    check_vocabulary(tokenizer, source.config.vocab_size)
     mesh = make_mesh(devices=jax.local_devices()[:1])
     role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
     return OpenModel(
         spec=role.spec,
         params=load_params(role, source, seed=0),
-        tokenizer=find_tokenizer("", settings),
+        tokenizer=tokenizer,
     )
 
 

@@ -35,7 +35,7 @@ from jaxrl_llm.plan.weights import (
     restored,
 )
 from jaxrl_llm.references import exists
-from jaxrl_llm.tokenizer import load_tokenizer, set_chat_variables
+from jaxrl_llm.tokenizer import check_vocabulary, load_tokenizer, set_chat_variables
 
 # ------------------------------------------------------------------------- evaluate
 
@@ -51,6 +51,7 @@ def evaluate(config: Config) -> Validation:
     set_chat_variables(tokenizer, config.data.chat_template_kwargs)
     mesh = open_meshes(config, tokenizer)["actor"]
     source = find_model(config.actor, context=config.data.max_row_length)
+    check_vocabulary(tokenizer, source.config.vocab_size)
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     with ExitStack() as stack:

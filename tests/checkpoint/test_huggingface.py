@@ -182,6 +182,10 @@ def test_a_second_copy_of_a_tied_head_is_left_out(tmp_path):
     spec = model_spec(config)
     out = export(tmp_path / "out", spec, import_params(source, spec), tokenizer_files_from=source)
     assert_same_bits(stored(out), tensors)
+    for head in (np.zeros((3, 2), np.float32), extra["lm_head.weight"] + np.float32(1e-3)):
+        write_directory(source, config, tensors=tensors | {"lm_head.weight": head})
+        with pytest.raises(ValueError, match="'lm_head.weight' that is not its 'model.embed_tok"):
+            import_params(source, spec)
 
 
 def test_another_family_or_a_broken_directory_is_refused(tmp_path):
@@ -229,6 +233,10 @@ def test_sharded_export_with_an_index(tmp_path):
     # exporting once more leaves nothing of the shards behind
     export(out, spec, params, tokenizer_files_from=source)
     assert [path.name for path in out.glob("model*")] == ["model.safetensors"]
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "elsewhere")
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="holds model.safetensors, and .*index.json of other"):
+        import_params(out, spec)
     with pytest.raises(ValueError, match="max_shard_bytes is 0"):
         export(out, spec, params, tokenizer_files_from=source, max_shard_bytes=0)
 

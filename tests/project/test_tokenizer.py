@@ -165,6 +165,18 @@ def test_special_ids_outside_of_the_models_vocabulary_are_refused_with_both_size
         check_vocabulary(load_tokenizer(folder), 101)
 
 
+def test_text_outside_of_the_models_vocabulary_is_refused(tmp_path):
+    for tokenizer in (load_tokenizer(write_chat_tokenizer(tmp_path)), CharTokenizer()):
+        whole, digest = tokenizer.encode("12z"), tokenizer.digest()
+        check_vocabulary(tokenizer, max(whole))
+        assert tokenizer.encode("12") == whole[:2]
+        with pytest.raises(ValueError, match=f"the id {max(whole)}, outside of .* to 'z'"):
+            tokenizer.encode("12z")
+        assert tokenizer.digest() == digest
+        check_vocabulary(tokenizer, tokenizer.vocab_size)
+        assert tokenizer.encode("12z") == whole
+
+
 def test_saved_hf_tokenizer_gives_the_same_ids_and_template(tmp_path):
     tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "chat"))
     tokenizer.save(tmp_path / "copy")

@@ -312,10 +312,20 @@ class HFTokenizer(_Limited):
             raise ValueError(f"the chat template refuses the conversation: {what}") from error
 
     def set_chat_variables(self, variables: Mapping[str, Any]) -> None:
-        """Give the chat template further variables. ValueError for one that is ours."""
+        """Give the chat template further variables. ValueError for one that is ours, or unread."""
+        template = self._tokenizer.chat_template
+        texts = template.values() if isinstance(template, dict) else [template]
+        words = {word for text in texts for word in re.findall(r"\w+", str(text))}
         for name in variables:
             if name in OUR_VARIABLES:
                 raise ValueError(f"config.data.chat_template_kwargs.{name} is set by the rows")
+            if name not in words:
+                near = difflib.get_close_matches(name, words, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"config.data.chat_template_kwargs.{name} is nothing that the chat template "
+                    f"of {self.path!r} reads{hint}"
+                )
         self._chat_variables, self._trial = dict(variables), None
 
     def _try_template(self, variables: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 `families.config_from_hf` makes a ModelConfig of it. Imports no jax.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.references import shown
 
 _MOST = 2**31 - 1
+_NEAR = 0.87  # below it are other keys, as original_max_position_embeddings
 _LARGEST = 2**127  # Python's integers have no bound, and float() of a longer one raises
 _SIZE = "a whole number from 1 to 2**31 - 1"
 _COUNT = "a whole number from 0 to 2**31 - 1"
@@ -108,6 +110,18 @@ def bad_value(hf: Mapping[str, Any]) -> BadValue | None:
     for rope in ("rope_parameters", "rope_scaling"):
         found = found or _not_positive(hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
     return found
+
+
+def misspelt_key(hf: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A key that nothing reads and the key that it nearly is; None where there is none.
+
+    Configs have many keys that nothing reads, so only those very near to one that is read count.
+    """
+    known = [key for wanted in _TYPES for key in wanted.keys]
+    for key in hf.keys() - {*known}:
+        if near := difflib.get_close_matches(key.lower(), known, n=1, cutoff=_NEAR):
+            return key, near[0]
+    return None
 
 
 def _fits(value: Any, wanted: _Wanted) -> bool:

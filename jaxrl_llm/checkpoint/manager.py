@@ -24,8 +24,10 @@ from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
 from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.references import nearest
 
 VALIDATION = "val-core/"
+HELD_OUT = (VALIDATION, "val-aux/", "eval_")  # metrics of steps with validation
 ROLES = ("actor", "critic", "reward", "reference")  # roles with parameters in a step's folder
 DELETED = "deleted"  # a checkpoint is moved here before its files are removed
 LOOP_FILE = "metadata"  # Orbax's name for the file of the loop state
@@ -92,6 +94,7 @@ class CheckpointManager:
             ),
         )
         self._best_metric = best_metric
+        self._warned = False  # that there is no such metric
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -126,6 +129,15 @@ class CheckpointManager:
         name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
+        elif self._best_metric and step and not self._warned and _is_due(name, metrics):
+            self._warned = True
+            log.warning(
+                "config.checkpoint.best_metric=%s: there is no such metric at step %d, so no best "
+                "checkpoint is kept%s",
+                given,
+                step,
+                nearest(name, metrics),
+            )
         loop[NORMS], loop[ARRAYS] = self.growth.start, digests.as_text(found)
         loop[DIGEST] = digests.text_digest(loop)
         args: dict[str, Any] = {
@@ -218,6 +230,12 @@ class CheckpointManager:
         if is_main():
             for path in (self.directory / DELETED).glob("*"):
                 shutil.rmtree(path)
+
+
+def _is_due(name: str, metrics: Mapping[str, Any]) -> bool:
+    """Whether a step with these metrics has `name`: held-out ones are not of every step."""
+    held_out = next((start for start in HELD_OUT if name.startswith(start)), "")
+    return not held_out or any(other.startswith(held_out) for other in metrics)
 
 
 class _KeepBest:

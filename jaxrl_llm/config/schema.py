@@ -4,6 +4,7 @@ A config file holds `get_config() -> Config`. Names are verl's and TRL's where t
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -68,7 +69,13 @@ def _tokens_of_a_part(value: Any) -> Any:
 Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
 _NULL = "it has a null character, which no path has; write it again"
 PathText = Annotated[str, tested(lambda text: "\0" not in text, _NULL)]
-StopTexts = Annotated[Many[Annotated[str, Len(1, 32)]], Len(0, 16)]
+_ESCAPE = re.compile(r"\\[nrt](?![a-z])")  # not the start of a command of LaTeX
+_ESCAPED = (
+    "it has a backslash and a letter, not a new line or a tab; give the character itself, which "
+    "bash writes as $'\\n'"
+)
+StopText = Annotated[str, Len(1, 32), tested(lambda text: not _ESCAPE.search(text), _ESCAPED)]
+StopTexts = Annotated[Many[StopText], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_llm.checkpoint.layout import find_model_path, is_complete
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.config_json import bad_value, read_config_json
+from jaxrl_llm.models.config_json import bad_value, misspelt_key, read_config_json
 from jaxrl_llm.models.families import config_from_hf, hf_names
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.plan.model_rules import check_hybrids
@@ -61,6 +61,9 @@ def _described(key: str, settings: ModelSettings) -> ModelConfig | None:
 def _from_dict(key: str, given: Mapping[str, Any]) -> ModelConfig:
     if bad := bad_value(given):
         raise ConfigError(f"{key}.hf_config.{bad.key}={bad.shown}: must be {bad.wanted}")
+    if misspelt := misspelt_key(given):
+        name, near = misspelt
+        raise ConfigError(f"unknown key {key}.hf_config.{name}; did you mean {near!r}?")
     try:
         # A vocabulary that is not given is the tokenizer's.
         return config_from_hf({"vocab_size": 1} | dict(given))

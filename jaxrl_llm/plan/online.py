@@ -406,6 +406,15 @@ def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> N
             f"config.algorithm={config.algorithm.label} compares the samples of a prompt with each "
             "other, and config.rollout.n=1 makes one: config.rollout.n=8 is usual"
         )
+    rollout, compared = config.rollout, {"group_ids", "greedy_scores"}
+    greedy = "temperature=0" if rollout.temperature == 0 else "top_k=1" * (rollout.top_k == 1)
+    if greedy and compared & {*field_names(algorithm.advantage)}:
+        usual = "temperature=1" if rollout.temperature == 0 else "top_k=0"
+        raise ConfigError(
+            f"config.rollout.{greedy} is greedy: all answers to a prompt are the same, and "
+            f"config.algorithm={config.algorithm.label} compares them; "
+            f"--config.rollout.{usual} is usual"
+        )
     if config.reward.model is None and reward is None:
         raise ValueError(
             "reward.functions and reward.model are both empty: name a reward function, or a "

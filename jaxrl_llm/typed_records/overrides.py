@@ -1,7 +1,7 @@
 """An override of a config: a dotted key with its value, which may be text of a command line."""
 
 import re
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -15,6 +15,8 @@ from jaxrl_llm.typed_records.tree import key_that_ends_in
 __all__ = ["apply_override"]
 
 R = TypeVar("R", bound=Record)
+OPENING = {"[": "]", "(": ")", "{": "}"}
+ENCLOSING = (*OPENING, "'", '"')
 
 
 def apply_override(config: R, key: str, value: Any) -> R:
@@ -26,13 +28,13 @@ def apply_override(config: R, key: str, value: Any) -> R:
 
 def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
     """`node` with the value that `parts` leads to replaced; `key` is how far we are."""
-    part, rest, raw = parts[0], parts[1:], False
+    part, rest, raw, texts = parts[0], parts[1:], False, False
     below = f"{key}.{part}"
     if isinstance(node, Record):
         if part not in fields_of(node):
             raise _unknown(node, parts, str(text), key, root)
         annotation, child = fields_of(node)[part].annotation, getattr(node, part)
-        raw = annotation is str
+        raw, texts = annotation is str, _is_list_of_text(annotation)
         if rest and child is None:
             child = _default(annotation, below)
     elif isinstance(node, tuple | list):
@@ -44,7 +46,12 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
         child = node.get(part, {})
     else:
         raise ConfigError(f"{below}: {key} is a single value and has no keys below it")
-    value = _set(child, rest, text, below, root) if rest else _parse(text, below, raw=raw)
+    if rest:
+        value = _set(child, rest, text, below, root)
+    elif texts and isinstance(text, str) and text and text.strip()[:1] not in ENCLOSING:
+        value = Text(text)  # the only entry of the list, which may be a new line
+    else:
+        value = _parse(text, below, raw=raw)
     if isinstance(node, dict):
         return {**node, part: value}
     if isinstance(node, tuple | list):
@@ -53,6 +60,12 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
         return validate(type(node), {n: getattr(node, n) for n in fields_of(node)} | {part: value})
     except ValidationError as error:
         raise explain(error, node, key) from None
+
+
+def _is_list_of_text(annotation: Any) -> bool:
+    """Whether a key holds texts, as in tuple[str, ...]."""
+    entry = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
+    return entry is str or get_args(entry)[:1] == (str,)
 
 
 def _default(annotation: Any, key: str) -> Any:
@@ -98,7 +111,7 @@ def _parse(text: Any, key: str, *, raw: bool = False) -> Any:
     text = text if raw else text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return str(text[1:-1])
-    closing = {"[": "]", "(": ")", "{": "}"}.get(text[:1])
+    closing = OPENING.get(text[:1])
     if raw or closing is None:
         return Text(text)
     if not text.endswith(closing) or len(text) < 2:
@@ -114,6 +127,8 @@ def _parse(text: Any, key: str, *, raw: bool = False) -> Any:
         if not colon:
             raise ConfigError(f"{key}={entry}: expected a pair key: value")
         name = name.strip().strip("'\"")
+        if name in pairs:
+            raise ConfigError(f"{key}.{name} stands twice; give one of its values")
         pairs[name] = _parse(value, f"{key}.{name}")
     return pairs
 

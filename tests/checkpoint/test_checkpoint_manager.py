@@ -42,6 +42,24 @@ def test_latest_and_best_are_kept_across_a_restart(tmp_path):
     assert not list((tmp_path / "deleted").iterdir())
 
 
+def test_a_best_metric_that_no_step_has_is_named_once(tmp_path, caplog):
+    for number, (name, others, said) in enumerate(
+        [
+            ("actor/entropi", {"actor/entropy": 1.0}, 1),
+            ("-eval_los", {"eval_loss": 1.0}, 1),
+            ("-eval_loss", {"loss": 1.0}, 0),  # of a later step
+        ]
+    ):
+        caplog.clear()
+        manager = open_manager(tmp_path / str(number), best_metric=name)
+        for step in range(3):
+            manager.save(step, {"actor": {"weight": jnp.zeros((3,))}}, {"step": step}, others)
+        manager.close()
+        texts = [record.getMessage() for record in caplog.records]
+        found = [text for text in texts if "no such metric at step 1" in text]
+        assert len(found) == said and all("; did you mean" in text for text in found)
+
+
 def test_first_validation_metric_is_the_default_measure(tmp_path):
     manager = open_manager(tmp_path, best_metric="", keep_latest=1)
     for step, accuracy in {1: 0.5, 2: 0.1, 3: 0.2}.items():

@@ -96,6 +96,8 @@ def test_variables_reach_the_chat_template(tmp_path):
     assert not load_prompts(sources, tokenizer, rules).items[0].text.endswith("</think>")
     set_chat_variables(tokenizer, {"enable_thinking": False})
     assert load_prompts(sources, tokenizer, rules).items[0].text.endswith("<think></think>")
+    with pytest.raises(ValueError, match="enable_thinkin is nothing .* mean 'enable_thinking'"):
+        set_chat_variables(tokenizer, {"enable_thinkin": False})
     with pytest.raises(ValueError, match="chat_template_kwargs.messages is set by the rows"):
         set_chat_variables(tokenizer, {"messages": []})
     with pytest.raises(ValueError, match="no chat template"):

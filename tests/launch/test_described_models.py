@@ -15,6 +15,10 @@ from jaxrl_llm.launch.described_models import check_models
     ("overrides", "message"),
     [
         ({"hf_config.hidden_size": "abc"}, "hf_config.hidden_size='abc': must be a whole number"),
+        (
+            {"hf_config.hiden_size": 64},
+            "unknown key config.actor.hf_config.hiden_size; did you mea",
+        ),
         ({"hf_config.num_attention_heads": 0}, "hf_config.num_attention_heads=0: must be"),
         (
             {"hf_config.num_attention_heads": -3},

@@ -11,7 +11,7 @@ from tiny_iteration import tiny_config as with_sizes
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.config import ALGORITHMS, Config, Custom, Online
+from jaxrl_llm.config import ALGORITHMS, Config, ConfigError, Custom, Online
 from jaxrl_llm.plan.online import _corrected
 
 ALIASES = {
@@ -234,6 +234,15 @@ def test_estimators_of_groups_refuse_one_sample(name):
         return
     with pytest.raises(ValueError, match=r"rollout.n=1 makes one: config.rollout.n=8"):
         open_iteration(config)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 1}])
+def test_greedy_answers_are_not_compared(how):
+    for name in ("grpo", "remax"):
+        config = config_of(name)
+        config = replace(config, rollout=replace(config.rollout, **how))
+        with pytest.raises(ConfigError, match=f"config.rollout.{[*how][0]}=.* is greedy"):
+            open_iteration(config)
 
 
 MISSING = """

@@ -23,6 +23,11 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)  # the row's others, for reward functions
     row: int = 0  # position in its source, 0-based
 
+    @property
+    def answer(self) -> Any:
+        """What it is graded by."""
+        return self.data_source, self.ground_truth
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:

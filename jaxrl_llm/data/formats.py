@@ -70,6 +70,11 @@ class TokenExample:
     data_source: str = "default"
     row: int = 0
 
+    @property
+    def answer(self) -> Any:
+        """Which tokens are learned."""
+        return self.loss_mask
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferencePair:

@@ -17,10 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.data.share import Picked, Tokens, digest
+from jaxrl_llm.data.share import Picked, Tokens, digests
 from jaxrl_llm.types import Prompt
 
 NEXT_BATCH = "next_batch"  # the only entry of a position that changes
+ANSWERS = "answers_digest"  # states of earlier versions have none
 CURRICULUM = "curriculum"  # stands for the places that come first, where there are such
 _NEW_RUN = (
     "start a new run from the checkpoint's weights: --config.actor.path=CHECKPOINT and another "
@@ -76,7 +77,7 @@ class Loader(Generic[T, B]):
         self._unchanged = dict(unchanged or {})
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._digest: int | None = None
+        self._found: dict[str, int] | None = None
         self._items = items
         import grain  # takes 0.3 CPU-seconds to import
 
@@ -115,7 +116,7 @@ class Loader(Generic[T, B]):
             NEXT_BATCH: self._next_batch - pending,
             "batch_size": self._batch_size,
             "num_items": self._num_items,
-            "items_digest": self._items_digest(),
+            **self._digests(),
             **self._order,
             **self._unchanged,
         }
@@ -158,10 +159,10 @@ class Loader(Generic[T, B]):
             )
         return iter(dataset)
 
-    def _items_digest(self) -> int:
-        if self._digest is None:
-            self._digest = digest(self._items)
-        return self._digest
+    def _digests(self) -> dict[str, int]:
+        if self._found is None:
+            self._found = digests_of(self._items)
+        return self._found
 
 
 class _Then:
@@ -233,17 +234,22 @@ def _at(prompts: Sequence[Prompt], places: list[int]) -> list[Prompt]:
     return [prompts[place] for place in places]
 
 
+def digests_of(items: Sequence[Tokens]) -> dict[str, int]:
+    """What of the data must be equal to restore a position in it."""
+    return dict(zip(("items_digest", ANSWERS), digests(items), strict=True))
+
+
 def check_position(
     state: Mapping[str, Any], here: Mapping[str, Any], also: Collection[str] = ()
 ) -> None:
     """Refuse a loader's `state` that does not belong to the loader of this run.
 
     Raises:
-        ValueError: `state` lacks a name of `here` or `also`, or has another value than `here`
-            for anything but the batch number.
+        ValueError: `state` lacks a name of `here` or `also` that an earlier version had, too, or
+            has another value than `here` for anything but the batch number.
     """
     for name in (*here, *also):
-        if name not in state:
+        if name not in state and name != ANSWERS:
             raise ValueError(
                 f"the data position in the checkpoint lacks {name!r}: another loader wrote it. "
                 "Resume with the config.data.priority of the checkpoint's run (null is none) and "
@@ -251,7 +257,7 @@ def check_position(
                 f"or {_NEW_RUN}"
             )
     for name, value in here.items():
-        if name != NEXT_BATCH and state[name] != value:
+        if name != NEXT_BATCH and state.get(name, value) != value:
             raise ValueError(
                 f"the checkpoint's position is in other data: its {name} is {state[name]}, here "
                 f"it is {value}. Resume with the same data, seed and batch size, or {_NEW_RUN}"

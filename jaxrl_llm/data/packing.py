@@ -58,6 +58,11 @@ class OfflineRecord:
         """The tokens of all rows, concatenated."""
         return tuple(token for row in self.rows.values() for token in row.token_ids)
 
+    @property
+    def answer(self) -> Any:
+        """Its numbers, and which tokens count in the loss."""
+        return self.numbers, [row.loss_mask for row in self.rows.values()]
+
 
 def offline_records(
     items: Sequence[TokenExample] | Sequence[PreferencePair] | Sequence[LabelledExample],

@@ -20,8 +20,7 @@ from jaxtyping import Float
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.data.loader import NEXT_BATCH, check_position
-from jaxrl_llm.data.share import digest
+from jaxrl_llm.data.loader import NEXT_BATCH, check_position, digests_of
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects, value_of_main
 from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.references import check_settings, load, nearest
@@ -272,13 +271,13 @@ class PriorityLoader:
             NEXT_BATCH: self._next_batch,
             "batch_size": self._batch_size,
             "num_items": len(self._prompts),
-            "items_digest": self._items_digest,
+            **self._digests,
             "seed": self._seed,
         }
 
     @cached_property
-    def _items_digest(self) -> int:
-        return digest(self._prompts)
+    def _digests(self) -> dict[str, int]:
+        return digests_of(self._prompts)
 
     def _visited(self) -> np.ndarray:
         return np.flatnonzero(self._memory["visits"])

@@ -6,16 +6,20 @@ shrink with the number of processes, where the source can be read by row.
 """
 
 import hashlib
+import json
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 
 from jaxrl_llm.distributed.multihost import sum_over_processes
 
+_WRITTEN = (Decimal, date, time, timedelta)  # whose text is their value
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -26,6 +30,11 @@ class Tokens(Protocol):
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Every token of the record."""
+        ...
+
+    @property
+    def answer(self) -> Any:
+        """What a model is rewarded for, or learns: right answers, labels, masks of tokens."""
         ...
 
 
@@ -132,11 +141,37 @@ def digest(items: Sequence[Tokens]) -> int:
 
     All processes must call it for a `Share`: each adds up its own records.
     """
-    total = sum(_digest(index, items[index]) for index in own_indices(items))
-    return (int(sum_over_processes(total, "digest")) if isinstance(items, Share) else total) % 2**32
+    return _sums(items, _tokens)[0]
 
 
-def _digest(index: int, item: Tokens) -> int:
-    tokens = np.asarray(item.token_ids, np.int32).tobytes()
+def digests(items: Sequence[Tokens]) -> tuple[int, ...]:
+    """As `digest`, of the tokens and of the answers, with each record read once."""
+    return _sums(items, _tokens, _answer)
+
+
+def _sums(items: Sequence[Tokens], *contents: Callable[[Tokens], bytes]) -> tuple[int, ...]:
+    sums = [0] * len(contents)
+    for index in own_indices(items):
+        item = items[index]
+        sums = [x + _digest(index, of(item)) for x, of in zip(sums, contents, strict=True)]
+    if isinstance(items, Share):
+        sums = [int(sum_over_processes(x, "digest")) for x in sums]
+    return tuple(x % 2**32 for x in sums)
+
+
+def _tokens(item: Tokens) -> bytes:
+    return np.asarray(item.token_ids, np.int32).tobytes()
+
+
+def _answer(item: Tokens) -> bytes:
+    return json.dumps(item.answer, skipkeys=True, default=_text).encode()
+
+
+def _text(value: Any) -> str:
+    """What stands for a value that JSON has not: its address would be another in each process."""
+    return str(value) if isinstance(value, _WRITTEN) else type(value).__name__
+
+
+def _digest(index: int, content: bytes) -> int:
     salt = index.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(tokens, digest_size=4, salt=salt).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=4, salt=salt).digest(), "little")

@@ -12,6 +12,7 @@ from jaxrl_llm.configs import ppo
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.packing import (
+    OfflineRecord,
     collate_prompts,
     collate_records,
     collate_tokens,
@@ -102,6 +103,7 @@ def test_a_fresh_loader_continues_at_any_batch(stop):
         ({"shuffle": False}, "its shuffle is True"),
         ({"prompts": prompts(9)}, "its num_items is 10, here it is 9"),
         ({"prompts": prompts(offset=1)}, "its items_digest is"),
+        ({"prompts": [replace(p, ground_truth={1: "x"}) for p in prompts()]}, "its answers_digest"),
     ],
 )
 def test_a_position_in_other_data_is_refused(other, message):
@@ -111,6 +113,22 @@ def test_a_position_in_other_data_is_refused(other, message):
         PromptLoader(**options).set_state(state)
     with pytest.raises(ValueError, match="lacks 'next_batch'"):
         PromptLoader(prompts(), batch_size=4, seed=5).set_state({})
+
+
+@pytest.mark.parametrize("changed", ["labels", "masks"])
+def test_a_position_in_data_with_other_labels_is_refused(changed):
+    def loader(label: float, mask: tuple[int, ...]) -> Loader:
+        row = TokenExample(token_ids=(1, 2, 3), loss_mask=mask)
+        records = [OfflineRecord(i, {"completion": row}, {"labels": label}) for i in range(3)]
+        return Loader(records, list, batch_size=2, seed=0)
+
+    state = json.loads(json.dumps(loader(1.0, (0, 1, 1)).get_state()))
+    other = (0.0, (0, 1, 1)) if changed == "labels" else (1.0, (0, 0, 1))
+    with pytest.raises(ValueError, match="its answers_digest is .* Resume with the same data"):
+        loader(*other).set_state(state)
+    loader(1.0, (0, 1, 1)).set_state(state)
+    del state["answers_digest"]  # of an earlier version
+    loader(*other).set_state(state)
 
 
 @pytest.mark.parametrize("options", [{"prompts": []}, {"batch_size": 0}, {"prefetch": -1}])

@@ -4,9 +4,11 @@ A config file holds `get_config() -> Config`. Names are verl's and TRL's where t
 """
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Len
@@ -513,6 +515,11 @@ def is_offline(config: Config) -> bool:
     return config.algorithm.offline
 
 
+def run_folder(config: Config) -> Path:
+    """Where a run writes. A shell leaves the ~ of --config.run_dir=~/runs as it is."""
+    return Path(os.path.expanduser(config.run_dir or os.path.join("runs", config.name)))
+
+
 __all__ = records_in(  # pyright: ignore
-    __name__, "AUTO", "DType", "is_offline",
+    __name__, "AUTO", "DType", "is_offline", "run_folder",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check
+from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check, run_folder
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.launch.freed_memory import keep_freed_memory
@@ -206,8 +206,7 @@ def start(
     if config.compile_cache:
         enable_compile_cache(config.compile_cache)
     elif not os.environ.get(COMPILE_CACHE):
-        run_dir = config.run_dir or str(Path("runs") / config.name)
-        enable_compile_cache(str(Path(run_dir) / "compile_cache"))
+        enable_compile_cache(str(run_folder(config) / "compile_cache"))
     _cache_short_programs()
     if check_links():
         _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))

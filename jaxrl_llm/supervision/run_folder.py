@@ -6,6 +6,7 @@ goes on only with that config, except for the keys in FREE_KEYS.
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.checkpoint.layout import CHECKPOINTS, STEP_PREFIX, is_complete, step_of
-from jaxrl_llm.config import Config, ConfigError, from_json, to_json
+from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import read_jsonl
 from jaxrl_llm.observability.tracker import GLOBAL_STEP
@@ -116,7 +117,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
     Raises: ConfigError when another process uses the folder, when it holds a run with another
         config, or when it cannot be written. Nothing in the folder is changed then.
     """
-    path = Path(config.run_dir or Path("runs") / config.name)
+    path = run_folder(config)
     text, error, latest = to_json(config), "", None
     with contextlib.ExitStack() as stack:
         if is_main():
@@ -143,6 +144,11 @@ def free_folder(path: Path) -> Path:
 
 
 def _make(path: Path) -> None:
+    if glob.has_magic(str(path.absolute())):  # orbax looks for the files of a checkpoint by a glob
+        raise ConfigError(
+            f"the run folder {path.absolute()} has one of * ? [ in its path, and checkpoints in it "
+            "could not be read; give another one with --config.run_dir=FOLDER"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -184,6 +184,16 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path):
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         message = refusal(config_in(path))
         assert str(path) in message and "--config.run_dir" in message and "\n" not in message
+    message = refusal(config_in(tmp_path / "[1e-6]" / "run"))
+    assert "has one of * ? [ in its path" in message and not (tmp_path / "[1e-6]").exists()
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with open_run_folder(config_in(Path("~/run"))) as opened:
+        assert opened.path == tmp_path / "run"
+    assert not (tmp_path / "~").exists()
 
 
 # ------------------------------------------------------------------------- lock

@@ -463,11 +463,21 @@ def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -
         problem = f"holds no rows of a known format: its columns are {columns}"
         other = ", or say which column is which with config.data.columns={ours: THEIRS}"
     else:
-        problem, other = f"holds {kind} rows, which give no {purpose}", ""
+        problem = f"holds {kind} rows, which give no {purpose}"
+        other = _wrong_type(rows[0].data, wanted)
     raise ValueError(
         f"{name} {problem}. Set {keys} to data with {wanted} rows, which give {purpose}{other} "
         "(docs/data.md lists their columns)"
     )
+
+
+def _wrong_type(row: Mapping[str, Any], wanted: str) -> str:
+    """What to add to a message where one value keeps a row from being of another format."""
+    types = (("label", "unpaired_preference", "true or false"), ("rating", "rated", "a number"))
+    for name, kind, type_ in types:
+        if kind in wanted.split(", ") and row.get(name) is not None:
+            return f"; column {name!r} holds {row[name]!r}, and rows of {kind} have {type_} there"
+    return ""
 
 
 def _set_aside(bad: Sequence[BadRow], file: Path) -> None:

@@ -378,8 +378,12 @@ def _csv_row(path: str, row: int, names: list[str], line: list[str]) -> RawRow |
 def _open_json(path: str) -> Rows:
     """A .json file: one list of objects, or JSON lines under another name."""
     with open(path, "rb") as file:
-        is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    if not is_list:
+        start = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if start.startswith(b"{") and start[1:].lstrip(b" \t\r")[:1] == b"\n":
+        raise ValueError(
+            f"{path!r} is one JSON object on several lines: write a list of rows, or a row a line"
+        )
+    if not start.startswith(b"["):
         return JsonLines(path)
     try:
         rows = parse_json(Path(path).read_bytes().decode("utf-8-sig"))

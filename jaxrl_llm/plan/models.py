@@ -4,6 +4,7 @@ A model is described by a directory, a checkpoint or a config.
 """
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
+from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
@@ -25,6 +27,8 @@ from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 CHAR = "char"  # name of the built-in character tokenizer
 
@@ -59,6 +63,19 @@ def find_model(
         identity.check_model(found.checkpoint, config, directory / "config.json")
     config = config.for_context(context)
     return ModelSource(config=config, directory=directory, checkpoint=found.checkpoint)
+
+
+def warn_of_positions(source: ModelSource, context: int) -> None:
+    """A line where rows may be longer than the model was trained for. Its rope goes on there."""
+    positions = source.config.max_position_embeddings
+    if context > positions and is_main():
+        _log.warning(
+            "config.data.max_prompt_length and max_response_length allow %d tokens, and the model "
+            "has %d positions: what lies beyond them is outside of its training, and generate "
+            "does not go there",
+            context,
+            positions,
+        )
 
 
 def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str, Mesh]:

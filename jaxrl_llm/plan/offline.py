@@ -47,6 +47,7 @@ from jaxrl_llm.plan.models import (
     base_spec,
     find_model,
     learner_spec,
+    warn_of_positions,
 )
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.roles import (
@@ -271,6 +272,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> OfflinePla
     _check(config, algorithm)
     source = find_model(config.actor, tokenizer, context=config.data.max_row_length)
     check_vocabulary(tokenizer, source.config.vocab_size)
+    warn_of_positions(source, config.data.max_row_length)
     kind = algorithm.model_kind
     spec, base = learner_spec(source, kind, config.actor), None
     how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact != "off"}

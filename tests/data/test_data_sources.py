@@ -219,6 +219,12 @@ def test_files_of_no_split_are_not_mixed_with_a_split(tmp_path):
     assert data(f"{tmp_path}#test") == ROWS[1:2]
 
 
+def test_an_object_of_several_lines_is_refused_as_one(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps({"data": ROWS}, indent=1))
+    with pytest.raises(ValueError, match="is one JSON object on several lines: write a list of"):
+        read(tmp_path / "x.json")
+
+
 def test_missing_and_unreadable_files_end_the_run(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=r"no file or folder .*; did you mean '.*train.jsonl'\?"):

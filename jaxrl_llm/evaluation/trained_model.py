@@ -24,6 +24,7 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import read_jsonl
+from jaxrl_llm.observability.tracker import GLOBAL_STEP
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
 from jaxrl_llm.plan.weights import (
@@ -189,8 +190,9 @@ def run_facts(checkpoint: Path) -> RunFacts:
     config_file, metrics_file = run_dir / "config.json", run_dir / "metrics.jsonl"
     config = from_json(config_file.read_text()) if config_file.is_file() else None
     validation: dict[str, float] = {}
-    lines = read_jsonl([metrics_file] if metrics_file.is_file() else [])  # the run may go on
-    rows = [row for row in lines if row["training/global_step"] <= step]
+    files = [metrics_file] if metrics_file.is_file() else []
+    lines = read_jsonl(files, key=GLOBAL_STEP)  # the run may go on
+    rows = [row for row in lines if row[GLOBAL_STEP] <= step]
     for row in rows:
         found = {
             name: x

@@ -1,6 +1,7 @@
 """A file of JSON objects, one a line, that survives `kill -9` and can be cut back for a resume."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +10,7 @@ from typing import IO, Any
 
 import orjson
 
+_log = logging.getLogger(__name__)
 CHUNK = 1 << 16  # bytes read at a time when looking for a line from the end
 
 
@@ -90,13 +92,31 @@ def _plain(value: Any) -> Any:
     return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
 
 
-def read_jsonl(paths: Iterable[str | os.PathLike[str]]) -> Iterator[dict[str, Any]]:
-    """The objects of files, in order, without a torn last line."""
+def read_jsonl(
+    paths: Iterable[str | os.PathLike[str]], *, key: str = ""
+) -> Iterator[dict[str, Any]]:
+    """The objects of files, in order, without a torn last line.
+
+    With the `key` of a step, a line that is no object with one is named in the log and left out.
+    """
     for path in paths:
         with open(path, "rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    yield json.loads(line)
+                    found = object_of(line, key, path) if key else json.loads(line)
+                    if found is not None:
+                        yield found
+
+
+def object_of(line: bytes, key: str, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The object of a line; None, and a line in the log, where it has no step under `key`."""
+    try:
+        found = json.loads(line)
+        int(found[key])
+    except (ValueError, KeyError, TypeError):
+        _log.warning("%s has a damaged line, which is left out: %r", path, line[:80])
+        return None
+    return found
 
 
 def end_of_whole_lines(path: Path) -> int:

@@ -1,12 +1,13 @@
 """Curves of metrics.jsonl: read as the file grows, and thinned to a bounded number of points."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from jaxrl_llm.observability.jsonl import object_of
 
 GLOBAL_STEP = "training/global_step"
 MOST_POINTS = 600  # of a curve in the page
@@ -81,7 +82,8 @@ class MetricsFile:
                 if not line.endswith(b"\n"):
                     break  # it is being written
                 self._offset, self._last = self._offset + len(line), line
-                self._take(json.loads(line))
+                if entry := object_of(line, GLOBAL_STEP, self._path):
+                    self._take(entry)
         return begins_again
 
     def _take(self, entry: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ class RunFiles:
         """The run as the page takes it: name, about, config, curves, alarms, samples, texts."""
         curves = self._curves()
         samples, left_out = self._trace.samples()
-        alarms = list(read_jsonl(path for path in [self.folder / EVENTS] if path.exists()))
+        events = [path for path in [self.folder / EVENTS] if path.exists()]
+        alarms = list(read_jsonl(events, key="step"))
         return {
             "name": self.name,
             "about": _object_in(self.folder / ABOUT),

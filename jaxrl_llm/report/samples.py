@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from jaxrl_llm.observability.jsonl import object_of
+
 TRAIN, VALIDATION = "train", "validation"
 MOST_STEPS = {TRAIN: 48, VALIDATION: 12}  # steps whose samples are shown
 A_STEP = 8  # samples of a step and file
@@ -122,7 +124,9 @@ def rows_at(file: IO[bytes], offset: int, most: int) -> list[dict[str, Any]]:
     for line in file:
         if len(rows) == most or not line.endswith(b"\n"):
             break
-        row = json.loads(line)
+        row = object_of(line, "step", file.name)
+        if row is None:
+            continue
         if rows and row["step"] != rows[0]["step"]:
             break
         rows.append(row)

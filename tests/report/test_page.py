@@ -171,6 +171,20 @@ def test_the_page_has_the_run(tmp_path):
     assert first["texts"]["2"] == "<b>bold</b>"
 
 
+@pytest.mark.parametrize("damage", [b"garbage\n", b'{"step": "x"}\n', b"[1]\n", b"\0" * 9 + b"\n"])
+def test_damaged_lines_are_left_out(tmp_path, caplog, damage):
+    run = write_run(tmp_path / "run")
+    whole = RunFiles(run).read()
+    for file in (run / "metrics.jsonl", run / "events.jsonl", run / "trace/train-00000000.jsonl"):
+        first, *rest = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join([first, damage, *rest]))
+    found = RunFiles(run).read()
+    assert (found["curves"], found["alarms"]) == (whole["curves"], whole["alarms"])
+    assert 0 < len(found["samples"]) <= len(whole["samples"])
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("metrics.jsonl has a damaged line, which is left out" in text for text in texts) == 1
+
+
 # ------------------------------------------------------------------------- no script
 
 

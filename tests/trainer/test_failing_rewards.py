@@ -57,7 +57,9 @@ def test_a_column_that_the_config_renames_is_refused_before_the_first_step(tmp_p
         columns={"prompt": "question", "ground_truth": "answer"},
     )
     reward = replace(config.reward, functions=(c.Custom(path=f"{tmp_path / 'own.py'}:asks"),))
-    config = replace(config, data=data, reward=reward)
+    model = config.actor.hf_config | {"vocab_size": 96}  # as the tokenizer
+    actor = replace(config.actor, hf_config=model)
+    config = replace(config, data=data, reward=reward, actor=actor)
     message = "asks for 'answer', which config.data.columns renames to 'ground_truth'"
     with ExitStack() as stack, pytest.raises(ValueError, match=message):
         open_plan_and_data(

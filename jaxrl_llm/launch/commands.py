@@ -103,7 +103,7 @@ def generate(argv: list[str]) -> int:
       --n=1  --seed=0         number of answers; the same seed gives the same ones
     """
     parser = _sampling_parser()
-    parser.add_argument("--prompt")
+    parser.add_argument("--prompt", action="append")
     parser.add_argument("--prompts")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--logprobs", action="store_true")
@@ -113,6 +113,8 @@ def generate(argv: list[str]) -> int:
     flags = parser.read(argv)
     if (flags.prompt is None) == (flags.prompts is None):
         raise ConfigError("required: --prompt=TEXT, or --prompts=FILE with --output=FILE")
+    if len(flags.prompt or ()) > 1:
+        raise ConfigError("--prompt is given twice; --prompts=FILE --output=FILE answers several")
     if (flags.prompts is None) != (flags.output is None):
         raise ConfigError("--prompts=FILE and --output=FILE belong together")
     if flags.prompts is not None:
@@ -128,7 +130,7 @@ def generate(argv: list[str]) -> int:
         done = answer_file(model, flags.prompts, flags.output, how, logprobs=flags.logprobs)
         print(f"wrote the answers to {done} prompts: {flags.output}")
         return 0
-    (answer,) = model.generate(flags.prompt, **vars(how))
+    (answer,) = model.generate(*flags.prompt, **vars(how))
     for completion in answer.completions:
         print(completion.text)
         if not completion.finished:

@@ -57,6 +57,7 @@ VALUES = {
     "models.0.attention": ("cudnn",),
     "models.0.kind": ("causal_lm",),
     "models.0.weight": ("1",),
+    "precompute_reference": ("true",),
     "node_groups": ("{train: {}}",),
     "partial_rollouts": ("2",),
     "placement": ("auto", "{critic: 1}"),

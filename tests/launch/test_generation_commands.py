@@ -80,6 +80,7 @@ def test_parquet_and_no_logprobs(folder, tmp_path):
     [
         (["--prompt=a", "--prompts=b"], "required: --prompt=TEXT, or --prompts=FILE"),
         (["--prompts={rows}"], "belong together"),
+        (["--prompt=1", "--prompt=2"], "--prompt is given twice; --prompts=FILE"),
         (
             ["--prompt=a", "--temperature=nan"],
             "--temperature=nan: must be a finite number",

@@ -92,6 +92,7 @@ def _online(key: str) -> Setting:
 
 
 OFFLINE = Setting("algorithm", None, is_offline)
+ONLINE = Setting("algorithm", None, lambda c: not is_offline(c))
 NO_STUDENT = Setting("algorithm", "distillation", is_offline)
 NO_RECORDS = Setting("algorithm", None, _no_records)
 ONE_SAMPLE = Setting("rollout.n", "8", lambda c: c.rollout.n == 1 and not is_offline(c))
@@ -179,6 +180,7 @@ OF_THE_RUN: tuple[Row, ...] = (
     # Rewards and teachers.
     ("reward.process_rewards", NO_FUNCTIONS, "there is no function that could score steps"),
     ("teacher", NO_STUDENT, "an offline run does not read it"),
+    ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # Models that learn.
     ("actor.micro_batch_tokens", "actor.micro_batch_size", _SIZES),
     ("critic.micro_batch_tokens", _online("critic.micro_batch_size"), _SIZES),

@@ -117,11 +117,12 @@ class Streamed(Share[T]):
         return self._ends[-1] if self._ends else 0
 
     def _item(self, index: int) -> T:
-        for further in range(min(MOST_SKIPPED, len(self))):
+        most = min(MOST_SKIPPED, len(self))
+        for further in range(most):
             found = self._record((index + further) % len(self))
             if found:
                 return found[0]
-        raise ValueError(f"{MOST_SKIPPED} rows one after the other are bad or too long")
+        raise ValueError(f"{most} rows one after the other are bad or too long")
 
     def _record(self, index: int) -> Sequence[T]:
         """The record of a row; none where it is left out."""

@@ -338,6 +338,10 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             "--config.validation.graders=[{source: a, grader: {kind: code, total_s: 31}}]",
             ["validation.graders.0.grader.total_s=31", "--config.reward.timeout_s=36 works"],
         ),
+        (
+            "--config.validation.graders=[{source: a, grader: gsm8k}, {source: a, grader: gsm8k}]",
+            ["config.validation.graders", "the source 'a' has two graders; give it one"],
+        ),
         ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
         ("--config.reward.functions=[]", ["neither functions nor a model"]),
         ("--config.reward.model.dtype=bfloat16", ["reward.model: it has no path and no training"]),

@@ -91,6 +91,10 @@ def rewards(c: Config) -> Faults:
         if model is not None and not model.path and model.training is None:
             works = f"--config.{key}.path=DIR, or --config.{key}.training={{}}"
             yield f"<{key}>: it has no path and no training; set {works} to train it in the run"
+    sources = [grader.source for grader in c.validation.graders]
+    for source in {*sources}:
+        if sources.count(source) > 1:
+            yield f"<validation.graders>: the source {source!r} has two graders; give it one"
     limits = {Code: "total_s", Judge: "total_s", Remote: "total_s", MathAnswer: "seconds"}
     for kind, name in limits.items():
         for key, grader in every(c, kind):

@@ -25,7 +25,7 @@ HUB = "hf://"
 MOST_FILES = 100_000  # in a folder of data
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
-_SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")
+SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")  # of the files that a data set is split into
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,6 @@ def _split_of(path: Path) -> str:
     for part in (path.stem, *path.parts[:-1]):
         words = _BETWEEN_WORDS.split(part.lower())
         if name := next((word for word in words if word in SPLIT_NAMES), ""):
-            shard = _SHARD.fullmatch(part)
+            shard = SHARD.fullmatch(part)
             return shard[1] if shard else name
     return ""

@@ -51,7 +51,7 @@ from jaxrl_llm.data.sources import (
 )
 from jaxrl_llm.data.streaming import FirstRows, Skipped, Streamed, StreamedSource, check_groups
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
-from jaxrl_llm.data_files import HUB, DataFile, hub_name, resolve_files
+from jaxrl_llm.data_files import HUB, SHARD, DataFile, hub_name, resolve_files
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.references import load
 from jaxrl_llm.tokenizer import Tokenizer
@@ -444,11 +444,13 @@ def _content(row: RawRow | BadRow) -> str | None:
 def _default_source(name: str) -> str:
     """The data_source of rows that name none: the file's name without folder and ending.
 
-    A name on the hub has no ending.
+    A name on the hub has no ending. The files that a data set was split into are one source.
     """
     if name.startswith(HUB):
         return name.rpartition("/")[2]
-    return Path(name.rpartition(":")[2]).stem
+    stem = Path(name.rpartition(":")[2]).stem
+    shard = SHARD.fullmatch(stem)
+    return shard[1] if shard else stem
 
 
 def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:

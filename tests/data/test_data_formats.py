@@ -423,6 +423,13 @@ def test_rows_that_are_left_out_are_counted_in_the_log(tmp_path, caplog):
     assert bad.endswith("rows.jsonl row 2: column 'prompt' is empty")
 
 
+def test_the_files_of_a_split_are_one_source(tmp_path):
+    for i in range(2):
+        (tmp_path / f"test-0000{i}-of-00002.jsonl").write_text('{"prompt": "1"}\n')
+    loaded = load_prompts(Sources(files=(str(tmp_path),)), CHAR, RowRules(max_length=4))
+    assert [prompt.data_source for prompt in loaded.items] == ["test", "test"]
+
+
 def test_overlong_prompts_are_refused_or_filtered(tmp_path):
     sources = rows_file(tmp_path, [{"prompt": "1"}, {"prompt": "123456"}])
     with pytest.raises(ValueError, match=r"rows.jsonl row 1: 6 tokens are more than the limit"):

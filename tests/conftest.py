@@ -55,7 +55,7 @@ FAST_COMPILE = (
 CACHE = f".pytest_cache/jax-{importlib.metadata.version('jax')}"
 CACHE_BYTES = 2**30
 
-# A worker takes 2 GB, and the processes that its tests start take theirs.
+# A worker takes up to 3 GB.
 MOST_WORKERS = 8
 WORKER_BYTES = 4 * 2**30
 

@@ -89,7 +89,7 @@ def test_rows_beyond_the_positions_of_the_model_are_named(algorithm, caplog):
     if algorithm == "sft":
         plan_offline(replace(config, algorithm=SFT()), CharTokenizer(), mesh)
     else:
-        roles_of(replace(config, algorithm=GRPO()), CharTokenizer(), mesh, 0, {})
+        roles_of(replace(config, algorithm=GRPO()), CharTokenizer(), mesh, {}, {})
     (record,) = [x.getMessage() for x in caplog.records if "positions" in x.getMessage()]
     assert "allow 11 tokens, and the model has 10 positions" in record
 

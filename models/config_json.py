@@ -116,10 +116,13 @@ def misspelt_key(hf: Mapping[str, Any]) -> tuple[str, str] | None:
     """A key that nothing reads and the key that it nearly is; None where there is none.
 
     Configs have many keys that nothing reads, so only those very near to one that is read count.
+    A longer one, such as Llama 4's intermediate_size_mlp, is another key, and those that begin with
+    _ are transformers' own.
     """
     known = [key for wanted in _TYPES for key in wanted.keys]
     for key in hf.keys() - {*known}:
-        if near := difflib.get_close_matches(key.lower(), known, n=1, cutoff=_NEAR):
+        near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_NEAR)
+        if near and not key.startswith(("_", f"{near[0]}_")):
             return key, near[0]
     return None
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.launch.described_models import check_models
+from jaxrl_llm.models.config_json import misspelt_key
 
 
 @pytest.mark.parametrize(
@@ -77,3 +78,9 @@ def test_a_model_is_checked_without_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "hidden_size=0: must be" in done.stdout and done.stdout.endswith("False\n"), done
+
+
+def test_keys_of_published_configs_are_not_taken_for_mistakes():
+    keys = ("intermediate_size_mlp", "_sliding_window_pattern", "original_max_position_embeddings")
+    assert misspelt_key(dict.fromkeys(keys, 1)) is None
+    assert misspelt_key({"hiden_size": 1}) == ("hiden_size", "hidden_size")

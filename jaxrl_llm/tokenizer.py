@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.chat_template import try_template
+from jaxrl_llm.references import nearest
 from jaxrl_llm.token_bytes import UnknownBytes, bytes_of_tokens
 
 Message = Mapping[str, Any]
@@ -98,26 +99,19 @@ class Tokenizer(Protocol):
         ...
 
 
-class _Limited:
-    """A tokenizer that may know more tokens than its model."""
-
-    limit: int | None = None  # the size of the model's vocabulary, where that is smaller
-
-    def _within(self, ids: list[int]) -> list[int]:
-        """The ids. ValueError for one that is outside of the model's vocabulary."""
-        if self.limit is not None and ids and max(ids) >= self.limit:
-            raise ValueError(
-                f"the tokenizer gives the id {max(ids)}, outside of the model's vocabulary of "
-                f"{self.limit} tokens, to {self.decode([max(ids)], skip_special=False)!r}: take "
-                "the tokenizer of this model, or leave such text out"
-            )
-        return ids
-
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        raise NotImplementedError
+def _within(tokenizer: "CharTokenizer | HFTokenizer", ids: list[int]) -> list[int]:
+    """The ids. ValueError for one that is outside of the model's vocabulary."""
+    if tokenizer.limit is not None and ids and max(ids) >= tokenizer.limit:
+        text = tokenizer.decode([max(ids)], skip_special=False)
+        raise ValueError(
+            f"the tokenizer gives the id {max(ids)}, outside of the model's vocabulary of "
+            f"{tokenizer.limit} tokens, to {text!r}: take the tokenizer of this model, or leave "
+            "such text out"
+        )
+    return ids
 
 
-class CharTokenizer(_Limited):
+class CharTokenizer:
     """One id for each character of `ALPHABET`. Id 0 pads and id 1 ends."""
 
     vocab_size = len(ALPHABET) + 2
@@ -126,6 +120,7 @@ class CharTokenizer(_Limited):
     bos_id = None
     stop_ids = (1,)
     has_chat_template = False
+    limit: int | None = None  # the size of the model's vocabulary, where that is smaller
 
     def __init__(self) -> None:
         self._texts = (PAD_TOKEN, EOS_TOKEN, *ALPHABET)
@@ -134,7 +129,7 @@ class CharTokenizer(_Limited):
     def encode(self, text: str) -> list[int]:
         """Ids of the characters. ValueError names the first unknown character."""
         try:
-            return self._within([self._ids[character] for character in text])
+            return _within(self, [self._ids[character] for character in text])
         except KeyError as error:
             character = error.args[0]
             raise ValueError(
@@ -201,8 +196,10 @@ class CharTokenizer(_Limited):
         return _digest(self, self._texts)
 
 
-class HFTokenizer(_Limited):
+class HFTokenizer:
     """transformers' AutoTokenizer for a local directory or a hub name. Never runs remote code."""
+
+    limit: int | None = None  # the size of the model's vocabulary, where that is smaller
 
     def __init__(self, path: str | Path) -> None:
         auto_tokenizer = _auto_tokenizer()
@@ -259,7 +256,7 @@ class HFTokenizer(_Limited):
 
         ValueError for text that the vocabulary cannot represent.
         """
-        return self._within(self._encode(text))
+        return _within(self, self._encode(text))
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         try:
@@ -320,11 +317,9 @@ class HFTokenizer(_Limited):
             if name in OUR_VARIABLES:
                 raise ValueError(f"config.data.chat_template_kwargs.{name} is set by the rows")
             if name not in words:
-                near = difflib.get_close_matches(name, words, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
                     f"config.data.chat_template_kwargs.{name} is nothing that the chat template "
-                    f"of {self.path!r} reads{hint}"
+                    f"of {self.path!r} reads{nearest(name, words)}"
                 )
         self._chat_variables, self._trial = dict(variables), None
 
@@ -409,7 +404,7 @@ def check_vocabulary(
     Raises:
         ValueError: the id and both sizes.
     """
-    if isinstance(tokenizer, _Limited):
+    if isinstance(tokenizer, CharTokenizer | HFTokenizer):
         tokenizer.limit = vocab_size if vocab_size < tokenizer.vocab_size else None
     stops = tokenizer.stop_ids if stop_ids is None else stop_ids
     ids = {"padding": (tokenizer.pad_id,), "end": (tokenizer.eos_id,), "stop": stops}

@@ -406,10 +406,11 @@ def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> N
             f"config.algorithm={config.algorithm.label} compares the samples of a prompt with each "
             "other, and config.rollout.n=1 makes one: config.rollout.n=8 is usual"
         )
-    rollout, compared = config.rollout, {"group_ids", "greedy_scores"}
-    greedy = "temperature=0" if rollout.temperature == 0 else "top_k=1" * (rollout.top_k == 1)
-    if greedy and compared & {*field_names(algorithm.advantage)}:
-        usual = "temperature=1" if rollout.temperature == 0 else "top_k=0"
+    greedy, usual = "temperature=0", "temperature=1"
+    if config.rollout.temperature:
+        greedy, usual = "top_k=1", "top_k=0"
+    is_greedy = config.rollout.temperature == 0 or config.rollout.top_k == 1
+    if is_greedy and {"group_ids", "greedy_scores"} & {*field_names(algorithm.advantage)}:
         raise ConfigError(
             f"config.rollout.{greedy} is greedy: all answers to a prompt are the same, and "
             f"config.algorithm={config.algorithm.label} compares them; "

@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does
     from jaxrl_llm.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
-COMPARING = ("exact_answer", "gsm8k", "math_answer", "code")  # graders that need a right answer
 TRUTHS = ("ground_truth", "answer", "solution", "reward_model")  # columns that may hold it
 
 
@@ -445,7 +444,8 @@ def _failure(
 
 def _check_truth(info: FunctionInfo, columns: Collection[str]) -> None:
     """ValueError where no row can have the right answer that a grader of ours compares with."""
-    if is_builtin(info.path) and info.name in COMPARING and not {*TRUTHS} & {*columns}:
+    compares = is_builtin(info.path) and info.kind == "sample" and "ground_truth" in info.required
+    if compares and not {*TRUTHS} & {*columns}:
         raise ValueError(
             f"{info.name} compares with a right answer, and no row has one: name the column "
             "ground_truth, answer or solution, say which it is, "

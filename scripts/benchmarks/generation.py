@@ -10,7 +10,14 @@ import numpy as np
 
 from benchmarks.harness import Case, CheckFailed, most_mult_prob_error, require
 from benchmarks.options import Options
-from benchmarks.roofline import H200, decode_seconds, prefill_flops, prefill_seconds
+from benchmarks.roofline import (
+    H200,
+    Limits,
+    decode_seconds,
+    limits_of,
+    prefill_flops,
+    prefill_seconds,
+)
 from benchmarks.workloads import GenerationWorkload, generation_workloads
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config
@@ -153,24 +160,31 @@ class Generation(Case):
         return output
 
     def figures(self, seconds: float) -> dict[str, float]:
-        work, config = self.work, self.spec.config
+        tokens, devices = sum(self.work.limits), self.mesh.size
         steps = int(np.max(np.asarray(self.steps)))
-        tokens, devices = sum(work.limits), self.mesh.size
-        float8 = self.config.rollout.quantization == "float8"
-        # Reading the cache takes time in proportion to its tokens, so a mean over them is exact.
-        prompts = np.repeat(work.prompt_lengths, work.samples)
-        prompt = float(np.average(prompts, weights=work.limits))
-        decode = decode_seconds(config, prompt, work.limits, float8=float8) / devices
-        prefill = prefill_seconds(config, work.prompt_lengths, float8=float8) / devices
-        return {
+        figures = {
             "tokens/s": tokens / seconds,
             "tokens/s/device": tokens / seconds / devices,
             "ms a decode step": 1e3 * seconds / max(steps, 1),
             "decode steps": steps,
             "prefills": int(np.max(np.asarray(self.prefills))),
-            "roofline tokens/s": tokens / decode,
-            "fraction of roofline": decode / seconds,
-            "fraction with prefill": (decode + prefill) / seconds,
+        }
+        limits = limits_of(jax.devices()[0].device_kind)
+        return figures if limits is None else figures | self._of_roofline(seconds, limits)
+
+    def _of_roofline(self, seconds: float, limits: Limits) -> dict[str, float]:
+        """What the card allows, and the share of it that was reached."""
+        work, config, devices = self.work, self.spec.config, self.mesh.size
+        float8 = self.config.rollout.quantization == "float8"
+        # Reading the cache takes time in proportion to its tokens, so a mean over them is exact.
+        prompts = np.repeat(work.prompt_lengths, work.samples)
+        prompt = float(np.average(prompts, weights=work.limits))
+        decode = decode_seconds(config, prompt, work.limits, float8=float8, limits=limits)
+        prefill = prefill_seconds(config, work.prompt_lengths, float8=float8, limits=limits)
+        return {
+            "roofline tokens/s": sum(work.limits) / decode * devices,
+            "fraction of roofline": decode / devices / seconds,
+            "fraction with prefill": (decode + prefill) / devices / seconds,
         }
 
     def release(self) -> None:

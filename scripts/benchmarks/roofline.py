@@ -33,6 +33,15 @@ class Limits:
 # estimate of the dense rate at the clock of long matmuls. A run's `perf/mfu` uses the data sheet's
 # 989 (`models/flops.py`).
 H200 = Limits(memory=4.46e12, matmul=700e12, matmul_float8=1372e12, peak=790e12, link=273e9)
+# One H100 80GB: a sum of 8.6 GB; the same GEMM for nine seconds (bf16 NT and NN 701, float8 NT
+# 1310; bf16 820 in the first 0.1 s). It is the same chip, so `peak` and `link` are the H200's.
+H100 = Limits(memory=3.16e12, matmul=700e12, matmul_float8=1310e12, peak=790e12, link=273e9)
+CARDS = {"H200": H200, "H100 80GB": H100}
+
+
+def limits_of(device_kind: str) -> Limits | None:
+    """The limits of a device by the name that jax gives it; None where none were measured."""
+    return next((each for name, each in CARDS.items() if name in device_kind), None)
 
 
 def decode_seconds(

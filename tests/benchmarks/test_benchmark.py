@@ -34,9 +34,12 @@ from benchmarks.options import read_options
 from benchmarks.profile import summarise_cpu, summarise_gpu
 from benchmarks.records import Row
 from benchmarks.roofline import (
+    H100,
+    H200,
     Limits,
     decode_seconds,
     kv_bytes_per_token,
+    limits_of,
     prefill_seconds,
 )
 from jaxrl_llm.config import ActorConfig, Config, ConfigError
@@ -230,6 +233,14 @@ def test_decode_bound_of_a_hybrid_reads_and_writes_its_states():
     )
     weights = 3 * 2 * (matmul_parameters(HYBRID_EXPERTS) - matmul_parameters(attention)) / 1e9
     assert with_states - without == pytest.approx(states - fewer_keys + weights)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "limits"),
+    [("NVIDIA H200", H200), ("NVIDIA H100 80GB HBM3", H100), ("NVIDIA H100 PCIe", None)],
+)
+def test_each_card_has_its_own_limits(device_kind, limits):
+    assert limits_of(device_kind) is limits
 
 
 def test_prefill_bound_leaves_the_head_out():

@@ -21,6 +21,7 @@ from benchmarks import (
     decode,
     generation,
     records,
+    roofline,
     training,
 )
 from benchmarks.baseline import run_peers
@@ -338,6 +339,24 @@ def test_your_own_model_and_lengths_are_measured(tmp_path):
         assert (found.shape, found.case, found.error) == ("mine", case, "")
         tokens = 14 if command_name == "generation" else 14 + 2 * (9 + 3)
         assert found.figures["tokens/s"] == pytest.approx(tokens / found.median)
+
+
+def test_a_roofline_is_that_of_the_card(monkeypatch):
+    """No card whose limits were measured, no roofline."""
+    words = ["generation", TINY, "--workload=fixed", "--batch=2", "--prompt=4", "--response=6"]
+    (case,) = generation.generation_cases(read_options(words))
+    case.steps = case.prefills = np.int32(6)
+    assert not [name for name in case.figures(2.0) if "roofline" in name or "fraction" in name]
+
+    slow = roofline.Limits(memory=1e6, matmul=1e8, matmul_float8=2e8, peak=1e9, link=1e6)
+    monkeypatch.setattr(roofline, "CARDS", {"H200": roofline.H200, "cpu": slow})
+    figures = case.figures(2.0)
+    decode = roofline.decode_seconds(SHAPES["tiny"], 4, (6, 6), limits=slow)
+    prefill = roofline.prefill_seconds(SHAPES["tiny"], (4, 4), limits=slow)
+    devices = case.mesh.size
+    assert figures["roofline tokens/s"] == pytest.approx(12 / decode * devices)
+    assert figures["fraction of roofline"] == pytest.approx(decode / devices / 2.0)
+    assert figures["fraction with prefill"] == pytest.approx((decode + prefill) / devices / 2.0)
 
 
 def test_peers_are_found_when_scripts_are_apart_from_the_package(tmp_path):

@@ -11,6 +11,8 @@ from placed_steps import small_config
 from tiny_iteration import OF_THE_DECODE_LOOP, first_states, open_iteration, run_step
 from tiny_run import REPOSITORY
 
+pytestmark = pytest.mark.ci
+
 STEPS = 3  # that are compared
 MORE_STEPS = 12  # in one of which updates overlap, also on a busy machine
 GROUPS = {"critic": "node1:0", "reference": "critic", "rollout": "node2:0", "actor": "node0:0"}

@@ -21,6 +21,8 @@ from tiny_run import (
     read_jsonl,
 )
 
+pytestmark = pytest.mark.ci
+
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
 PROCESSES = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]
 WATCH = str(REPOSITORY / "tests" / "watch_hosts.py")

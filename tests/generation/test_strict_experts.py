@@ -14,6 +14,8 @@ from jaxrl_llm.learner.rows import ROUTES, rows_of, sample_fields
 from jaxrl_llm.models.base import init_params, model_spec
 from jaxrl_llm.models.config import Mixture
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["prompts"]
 
 MIXTURE = Mixture(num_experts=5, experts_per_token=2, expert_size=24, normalized=True)

@@ -18,6 +18,8 @@ from tiny_run import (
     assert_same_bits,
 )
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def reference(ppo_run: TinyRun) -> TinyRun:

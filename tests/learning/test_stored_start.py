@@ -6,6 +6,8 @@ import shutil
 import pytest
 from tiny_run import TinyRun, assert_same_bits
 
+pytestmark = pytest.mark.ci
+
 # The learning rate is a number in the program.
 FEW = ("--config.total_steps=2", "--config.warmup=none", "--config.save_every=0")
 FEW += ("--config.algorithm=grpo", "--config.data.val_tasks=[]", "--config.checkpoint.best_metric=")

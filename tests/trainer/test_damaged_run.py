@@ -12,6 +12,8 @@ from tiny_run import REPOSITORY, TOTAL_STEPS, TinyRun, assert_same_bits
 
 from jaxrl_llm.launch import commands
 
+pytestmark = pytest.mark.ci
+
 
 def damage(checkpoint: Path) -> Path:
     """Flip a bit in the largest file of the actor; the file."""

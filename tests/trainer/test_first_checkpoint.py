@@ -12,6 +12,8 @@ import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.trainer.run import saves_first
 
+pytestmark = pytest.mark.ci
+
 
 def config(folder: Path) -> rl.Config:
     return rl.Config(

@@ -23,6 +23,8 @@ from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
 from jaxrl_llm.trainer.run import train
 
+pytestmark = pytest.mark.ci
+
 STEPS = 4
 APART = {"placement.rollout": "1"}
 SMALL = {

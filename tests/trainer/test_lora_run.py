@@ -24,6 +24,8 @@ from jaxrl_llm.plan.models import ModelSource, adapters_of, learner_spec
 from jaxrl_llm.plan.roles import strict_of
 from jaxrl_llm.trainer.run import train
 
+pytestmark = pytest.mark.ci
+
 GRPO = {
     "algorithm": '{"kind": "grpo"}',
     "actor__lora": '{"rank": 2, "alpha": 8}',

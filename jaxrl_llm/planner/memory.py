@@ -24,7 +24,10 @@ from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
 
 LOGITS_COPIES = 0.5  # of float32 logits: the head computes them in parts
 LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are
-PIPELINE_COPIES = 2.0  # of what a pipeline keeps for its backward pass: it runs in a loop
+# What a pipeline keeps for its backward pass, which runs in a loop: this many of what a plain pass
+# keeps, and the residual of each layer once more.
+PIPELINE_COPIES = 1.1
+PIPELINE_FLOATS = 2.5  # float32 copies of norms and activation that it keeps without recomputation
 GATHERED_LAYERS = 3  # that a mesh has in flight
 GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
 GATHERED_FROZEN = 2  # of one below adapters, which has no gradient
@@ -152,12 +155,15 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
         wide = config.active_size + 2 * config.hidden_size
         saved += tokens * config.num_layers * wide * model.itemsize
     if mesh.pipeline > 1:
-        saved *= PIPELINE_COPIES * mesh.pipeline * mesh.pipeline_micro_batches
+        # A stage holds some of the layers, and keeps what each tick computes, idle ones too.
+        ticks = mesh.pipeline * mesh.pipeline_micro_batches + mesh.pipeline - 1
+        saved = tokens * config.num_layers * _looped_bytes(model) * ticks / mesh.pipeline
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
     each = GATHERED_FROZEN if model.adapters else GATHERED
     in_flight = GATHERED_LAYERS * each * gathered_weights(config, mesh.expert) / mesh.tensor
-    # The heads' own axis moves activations, and gathers no weights.
-    working = BUFFERS + in_flight if devices.shards > mesh.tensor else 0.0
+    # The heads' axis and a pipeline move activations, and gather no weights of layers.
+    gathers = devices.shards > mesh.tensor * mesh.pipeline
+    working = BUFFERS + in_flight if gathers else 0.0
     return (
         gradients
         + cast / devices.shards
@@ -212,6 +218,21 @@ def saved_bytes(model: Model) -> float:
             "projections": attention + projections,
             "none": attention + projections + (F + 2 * D + behind + normed) * size,
         }[model.settings.remat]
+    )
+
+
+def _looped_bytes(model: Model) -> float:
+    """`saved_bytes` where the pass is a loop, as in a pipeline.
+
+    Without recomputation the loop also keeps norms and the MLP's activation in float32, which XLA
+    computes again elsewhere.
+    """
+    config = model.config
+    copies = PIPELINE_FLOATS if model.settings.remat == "none" else 0.0
+    return (
+        PIPELINE_COPIES * saved_bytes(model)
+        + config.hidden_size * BYTES[model.settings.residual_dtype]
+        + copies * (config.hidden_size + config.active_size) * 4
     )
 
 

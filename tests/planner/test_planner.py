@@ -168,8 +168,10 @@ def test_an_update_gathers_no_weights_over_the_axis_of_the_heads():
     assert found(fsdp=2, tensor=2) > found(tensor=4)
 
 
-def planned_update(shape: str, layers: int, mesh: c.MeshConfig, **actor: Any) -> float:
-    """Planned temporaries of GRPO with few layers of a shape, in rows of 4,608 tokens."""
+def planned_update(
+    shape: str, layers: int, mesh: c.MeshConfig, *, row: int = 4608, **actor: Any
+) -> float:
+    """Planned temporaries of GRPO with few layers of a shape, in rows of `row` tokens."""
     model = replace(SHAPES[shape], num_layers=layers, sliding_window=())
     config = tiny(c.GRPO(use_kl_loss=False), rollout=c.RolloutConfig(n=8, num_slots=128))
     sizes = {"train_batch_size": 32, "max_prompt_length": 512, "max_response_length": 512}
@@ -177,7 +179,7 @@ def planned_update(shape: str, layers: int, mesh: c.MeshConfig, **actor: Any) ->
         hf_config=to_hf_config(model),
         ppo_mini_batch_size=32,
         dtype="bfloat16",
-        micro_batch_tokens=4608,
+        micro_batch_tokens=row,
         **actor,
     )
     config = replace(config, actor=settings, data=replace(config.data, **sizes))
@@ -207,6 +209,26 @@ def test_an_update_of_adapters_over_heads_takes_the_memory_of_a_compiled_one(lay
     """With all 80 layers two H200s took 52.9e9."""
     found = planned_update("llama-3.1-70b", layers, HEADS, base_dtype="float8", **ADAPTERS)
     assert found == pytest.approx(compiled, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stages", "micro_batches", "remat", "compiled"),
+    [
+        ("qwen2.5-1.5b", 2, 1, "none", 24.16e9),
+        ("qwen2.5-1.5b", 2, 2, "none", 35.04e9),
+        ("qwen2.5-1.5b", 2, 1, "full", 5.73e9),
+        ("qwen2.5-1.5b", 4, 2, "projections", 13.84e9),
+        ("qwen2.5-7b", 4, 2, "projections", 34.13e9),
+    ],
+)
+def test_a_pipeline_takes_the_memory_of_a_compiled_one(
+    shape, stages, micro_batches, remat, compiled
+):
+    """Eight layers, compiled for H200s, 2026-11-27. Each micro-batch more keeps its activations."""
+    mesh = c.MeshConfig(fsdp=1, pipeline=stages, pipeline_micro_batches=micro_batches)
+    optimizer = c.OptimizerConfig(moment_dtype="bfloat16")
+    found = planned_update(shape, 8, mesh, row=8192, remat=remat, optimizer=optimizer)
+    assert found == pytest.approx(compiled, rel=0.08)
 
 
 def test_adapters_apart_take_time_in_each_decode_step():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError, GivenRows, SupervisedConfig, Task
+from jaxrl_llm.data.collating import OfflineRecord, collate_records, offline_records
 from jaxrl_llm.data.curriculum import ascending_batches, column_values
 from jaxrl_llm.data.dataset import (
     RowRules,
@@ -22,7 +23,6 @@ from jaxrl_llm.data.dataset import (
 )
 from jaxrl_llm.data.formats import SERVES
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import OfflineRecord, collate_records, offline_records
 from jaxrl_llm.data.priority import PriorityLoader, weight_function
 from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.share import Picked, Share, own_indices

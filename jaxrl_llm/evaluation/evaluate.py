@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.compiling.ahead import Compilers
 from jaxrl_llm.compiling.chain import Chain, work_of
 from jaxrl_llm.config import Config, Custom, Grader
-from jaxrl_llm.data.packing import prompt_batch
+from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
 from jaxrl_llm.distributed.crossing import call, takes_part
 from jaxrl_llm.distributed.multihost import (

@@ -22,6 +22,7 @@ from jaxrl_llm.learner.rows import (
     PackingPlan,
     packed_rows,
     plan_packing,
+    response_lengths_of,
     strict_tokens,
 )
 
@@ -133,7 +134,7 @@ class Padded(MicroBatches):
         return self.num > 1
 
     def row_use(self, fields: Fields) -> Array:
-        lengths = (fields["prompt_lengths"] + _response_lengths(fields)).astype(jnp.float32)
+        lengths = (fields["prompt_lengths"] + response_lengths_of(fields)).astype(jnp.float32)
         prompt, response = (fields[name].shape[-1] for name in ("prompts", "responses"))
         if self.align is None:
             return lengths.mean() / (prompt + response)
@@ -204,10 +205,10 @@ class Packed(MicroBatches):
 
     def row_use(self, fields: Fields) -> Array:
         plan, _ = self._plan(fields)
-        return plan.use(fields["prompt_lengths"], _response_lengths(fields))
+        return plan.use(fields["prompt_lengths"], response_lengths_of(fields))
 
     def _plan(self, fields: Fields) -> tuple[PackingPlan, tuple[Array, ...]]:
-        lengths = _response_lengths(fields)
+        lengths = response_lengths_of(fields)
         samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
         row_tokens = self.row_tokens
         if self.align is not None:  # padding between the runs of a sample may need more
@@ -273,11 +274,6 @@ def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:
         return x.reshape(num_micro_batches, x.shape[0] // num_micro_batches, *x.shape[1:])
 
     return jax.tree.map(split, tree)
-
-
-def _response_lengths(fields: Fields) -> Array:
-    lengths = fields.get("response_lengths")  # given where the mask excludes tokens
-    return fields["mask"].sum(axis=-1).astype(jnp.int32) if lengths is None else lengths
 
 
 def _where_included(x: Array, included_B: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Samples as rows of tokens for a forward pass, and its results back as samples.
+"""Samples as rows of tokens, padded or packed, for a forward pass; its results as samples again.
 
 A padded row is one sample: its prompt, then at once its response. A packed row holds as many
 samples as fit into its tokens. A prompt that several of them answer is in it once, and each
@@ -398,11 +398,15 @@ def rows_of(fields: Fields, align: int | None = None) -> Rows:
 
 
 def _padded(fields: Fields, align: int | None) -> Rows:
-    lengths = fields.get("response_lengths")  # given where the mask excludes tokens
-    if lengths is None:
-        lengths = fields["mask"].sum(axis=-1).astype(jnp.int32)
     prompts, responses = fields["prompts"], fields["responses"]
+    lengths = response_lengths_of(fields)
     return padded_rows(prompts, fields["prompt_lengths"], responses, align, lengths)
+
+
+def response_lengths_of(fields: Fields) -> Int[Array, " B"]:
+    """Tokens of each response: a field of their own where the mask excludes some, or its sum."""
+    lengths = fields.get("response_lengths")
+    return fields["mask"].sum(axis=-1).astype(jnp.int32) if lengths is None else lengths
 
 
 @jax.tree_util.register_dataclass

@@ -26,8 +26,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, FilterGroupsConfig
+from jaxrl_llm.data.collating import OfflineRecord, prompt_batch
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import OfflineRecord, prompt_batch
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import (
     collate_with,

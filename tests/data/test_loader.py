@@ -9,9 +9,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, SupervisedConfig, check
 from jaxrl_llm.configs import ppo
-from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
-from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import (
+from jaxrl_llm.data.collating import (
     OfflineRecord,
     collate_prompts,
     collate_records,
@@ -19,6 +17,8 @@ from jaxrl_llm.data.packing import (
     offline_records,
     pad_rows,
 )
+from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
+from jaxrl_llm.data.loader import Loader, PromptLoader
 from jaxrl_llm.data.run_data import train_batches
 from jaxrl_llm.types import Prompt
 

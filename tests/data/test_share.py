@@ -11,9 +11,9 @@ from pyarrow import parquet
 
 from jaxrl_llm.config import ChainSum
 from jaxrl_llm.data import dataset, share
+from jaxrl_llm.data.collating import collate_records, offline_records
 from jaxrl_llm.data.dataset import RowRules, Sources, load_prompts, load_unpaired
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.packing import collate_records, offline_records
 from jaxrl_llm.data.share import digest
 from jaxrl_llm.tokenizer import CharTokenizer
 

@@ -15,7 +15,7 @@ from jaxrl_llm.config import (
     MeshConfig,
     OptimizerConfig,
 )
-from jaxrl_llm.data.packing import collate_records
+from jaxrl_llm.data.collating import collate_records
 from jaxrl_llm.data.run_data import load_records, train_sources
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global

@@ -14,7 +14,7 @@ from tiny_iteration import random_params
 from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, load_config
-from jaxrl_llm.data.packing import collate_records
+from jaxrl_llm.data.collating import collate_records
 from jaxrl_llm.data.run_data import held_out_sources, load_records
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.evaluation.trained_model import export_checkpoint

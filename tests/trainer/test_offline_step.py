@@ -12,8 +12,8 @@ from tiny_iteration import random_params
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_offline
+from jaxrl_llm.data.collating import collate_records, offline_records
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
-from jaxrl_llm.data.packing import collate_records, offline_records
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.offline_losses import RecordLoss, means

@@ -1,4 +1,4 @@
-"""Records to padded numpy arrays. Each row has one example and is padded on the right."""
+"""Collating: prompts and records as batches of numpy arrays, one a row, padded on the right."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

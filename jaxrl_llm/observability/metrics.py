@@ -1,7 +1,7 @@
 """Metrics of a batch and of a step, under verl's names.
 
-`batch_metrics` is traced as a part of an iteration. `performance_metrics` and `memory_metrics` run
-on the host. Rows with a prompt of length 0 are padding and do not count.
+`batch_metrics` is traced as a part of an iteration. `repeated_share`, `performance_metrics` and
+`memory_metrics` run on the host. Rows with a prompt of length 0 are padding and do not count.
 """
 
 import os
@@ -11,12 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.numerics import masked_count, masked_mean, masked_var, safe_divide
 
 GIB = 1024**3  # what verl calls a gigabyte
 EXPLAINED_EPS = 1e-5  # added to the variance of the returns, as verl does
+GRAM = 4  # tokens in a row that count as repeated
+LEAST_TOKENS = 16  # of a response whose repetition is measured
 
 Metrics = dict[str, Array]
 
@@ -103,6 +106,14 @@ def explained_variance(
     """
     unexplained = masked_var(returns - values, mask)
     return 1.0 - safe_divide(unexplained, masked_var(returns, mask) + EXPLAINED_EPS)
+
+
+def repeated_share(tokens: Sequence[int]) -> float | None:
+    """1 - distinct 4-grams / 4-grams of a response; None for one that is too short."""
+    if len(tokens) < LEAST_TOKENS:
+        return None
+    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.int64), GRAM)
+    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
 
 
 def performance_metrics(

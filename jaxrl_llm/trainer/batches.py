@@ -48,7 +48,7 @@ from jaxrl_llm.distributed.multihost import (
     place_held,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding
-from jaxrl_llm.observability.alarms import repeated_share
+from jaxrl_llm.observability.metrics import repeated_share
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan

@@ -21,7 +21,6 @@ from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.evaluation.evaluate import Validation
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
-from jaxrl_llm.observability.alarms import STEP, Event
 from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import JsonlFile
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
@@ -33,6 +32,7 @@ from jaxrl_llm.observability.tracker import (
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.report.refresher import ReportRefresher
+from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.progress import Plan

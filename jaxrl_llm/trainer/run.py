@@ -30,14 +30,13 @@ from jaxrl_llm.evaluation.evaluate import (
     open_validator,
 )
 from jaxrl_llm.learner.offline_losses import means, weighted_means
-from jaxrl_llm.observability.alarms import Alarms
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
 from jaxrl_llm.plan.weights import BASES
-from jaxrl_llm.supervision.alarming import AlarmBell
+from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, read_deadline

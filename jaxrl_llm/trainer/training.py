@@ -11,7 +11,7 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
-from jaxrl_llm.supervision.alarming import AlarmBell
+from jaxrl_llm.supervision.alarms import AlarmBell
 from jaxrl_llm.supervision.callbacks import Callbacks
 from jaxrl_llm.supervision.communication import CommunicationReport
 from jaxrl_llm.supervision.profiling import StepProfiler

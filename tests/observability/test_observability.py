@@ -31,6 +31,7 @@ from jaxrl_llm.observability.metrics import (
     batch_metrics,
     memory_metrics,
     performance_metrics,
+    repeated_share,
 )
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.observability.trace import TraceWriter
@@ -529,3 +530,10 @@ def test_tensorboard_does_not_import_torch(tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout == "none 2.0\n"
     assert scalars(tmp_path / "tensorboard") == [(1, "a", 0.25)]
+
+
+def test_repeated_share_by_hand() -> None:
+    assert repeated_share([1] * 15) is None
+    assert repeated_share(list(range(20))) == 0.0
+    assert repeated_share([1] * 20) == 1 - 1 / 17
+    assert repeated_share([1, 2, 3, 4, 5] * 4) == 1 - 5 / 17

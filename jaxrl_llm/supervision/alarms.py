@@ -1,4 +1,4 @@
-"""Alarms: watchers of a run's metrics, each a pure function of a short history.
+"""The alarms of a run: watchers of its metrics, each a pure function of a short history.
 
 A watcher keeps a history for each metric that it watches, and takes a value of it or none. It fires
 in the step in which its condition begins to hold. It fires again only after the condition did not
@@ -7,16 +7,18 @@ hold for REARM steps. The histories are part of a checkpoint, so a resumed run f
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from statistics import fmean, median, pstdev
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from jaxrl_llm.config.alarms import AlarmsConfig
+from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
+from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.guards import NonFiniteGradients, nonfinite_values
 
 REARM = 10  # steps without the condition, before an alarm may fire again
 SHOWN = 5  # names in an event
@@ -475,15 +477,36 @@ class Alarms:
         )
 
 
-# ------------------------------------------------------------------------- repetition
+@dataclass(kw_only=True)
+class AlarmBell:
+    """The alarms of a run, which process 0 watches, and where they are written."""
 
-GRAM = 4  # tokens
-LEAST_TOKENS = 16  # of a response that is measured
+    alarms: Alarms
+    write: Callable[[Event], None]
 
+    def step(self, step: int, metrics: dict[str, float]) -> set[str]:
+        """Write the alarms of a step; the actions that they ask for. Empty but on process 0.
 
-def repeated_share(tokens: Sequence[int]) -> float | None:
-    """1 - distinct 4-grams / 4-grams of a response; None for one that is too short."""
-    if len(tokens) < LEAST_TOKENS:
-        return None
-    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.int64), GRAM)
-    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+        Times and memory differ between processes, so the others must be asked for their agreement.
+        """
+        events = self.alarms.step(step, metrics) if is_main() else []
+        for event in events:
+            self.write(event)
+        return {event.action for event in events}
+
+    def nonfinite(self, step: int, states: States, error: NonFiniteGradients) -> None:
+        """Write which parameters are not finite: by value, or else by gradient.
+
+        Raises: NonFiniteGradients where the values are the cause. Every process must call it.
+        """
+        params = {role: s.params for role, s in states.items() if isinstance(s, TrainState)}
+        values = nonfinite_values(params)
+        what, names = ("value", values) if values else ("gradient", error.parameters)
+        self.write(self.alarms.nonfinite_parameters(step, what, names))
+        if values:
+            raise NonFiniteGradients(
+                f"step {step}: {len(values)} parameters are not finite, the first is {values[0]}: "
+                "this update or an earlier one was too large, so later checkpoints are no use. "
+                "Lower the learning rate and go on from an earlier checkpoint, in another folder: "
+                "--config.run_dir=FOLDER --config.resume=CHECKPOINT"
+            ) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.config import AlarmsConfig, Config, ConfigError, apply_override, open_config
-from jaxrl_llm.observability.alarms import REARM, Alarms, Event, repeated_share, watchers
+from jaxrl_llm.supervision.alarms import REARM, Alarms, Event, watchers
 from jaxrl_llm.typed_records.record import field_names
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -133,13 +133,6 @@ def test_what_does_not_count() -> None:
     assert fired([stale] * 20) == fired([*usual, *[compiling] * 9]) == fired(small) == []
     alarms = Alarms(config=apply_override(Config(), "alarms.update_kl", "off").alarms)
     assert fired([{"actor/ppo_kl": 9.0}], alarms) == []
-
-
-def test_repeated_share_by_hand() -> None:
-    assert repeated_share([1] * 15) is None
-    assert repeated_share(list(range(20))) == 0.0
-    assert repeated_share([1] * 20) == 1 - 1 / 17
-    assert repeated_share([1, 2, 3, 4, 5] * 4) == 1 - 5 / 17
 
 
 @pytest.mark.parametrize(

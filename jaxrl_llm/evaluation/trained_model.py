@@ -23,8 +23,7 @@ from jaxrl_llm.evaluation.model_card import RunFacts, model_card
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.observability.jsonl import read_jsonl
-from jaxrl_llm.observability.tracker import GLOBAL_STEP
+from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
 from jaxrl_llm.plan.weights import (

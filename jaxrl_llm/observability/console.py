@@ -70,7 +70,7 @@ class ShownSample:
 
 
 class Console:
-    """A `Tracker` that shows progress, time left, the main metrics, and samples.
+    """Shows progress, time left, the main metrics, and samples.
 
     On a terminal the view is redrawn in place, and other output scrolls above it. Elsewhere every
     step is one line without control codes. `every` and `samples_every` count steps; step 1 also

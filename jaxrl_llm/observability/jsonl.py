@@ -1,4 +1,4 @@
-"""A file of JSON objects, one a line, that survives `kill -9` and can be cut back for a resume."""
+"""Files of JSON lines, such as metrics.jsonl. They survive `kill -9`; a resume cuts them back."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ from typing import IO, Any
 import orjson
 
 _log = logging.getLogger(__name__)
+GLOBAL_STEP = "training/global_step"  # the metric that says which step a line is of
 CHUNK = 1 << 16  # bytes read at a time when looking for a line from the end
 
 
@@ -19,15 +20,13 @@ class JsonlFile:
 
     Guarantees: every line is valid JSON; NaN and infinity, which JSON lacks, are written as null.
         Floats have the digits that read back as the same float64. After `kill -9` at most the last
-        line is torn, because a line is one write; opening the file again removes it. With `fsync`
-        a line also survives a loss of power.
+        line is torn, because a line is one write; opening the file again removes it.
     Raises: ValueError when a whole line of an existing file is not an object with a step.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, key: str, fsync: bool = False):
+    def __init__(self, path: str | os.PathLike[str], *, key: str):
         self.path = Path(path)
         self._key = key
-        self._fsync = fsync
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: the operating system has the line when `append` returns.
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)
@@ -44,8 +43,6 @@ class JsonlFile:
         remaining = memoryview(lines.encode("utf-8", errors="backslashreplace"))
         while remaining:  # a raw write may take only a part
             remaining = remaining[self._file.write(remaining) :]
-        if self._fsync:
-            os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
         """Remove the lines of later steps, in one atomic operation."""
@@ -68,6 +65,29 @@ class JsonlFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class MetricsWriter(JsonlFile):
+    """metrics.jsonl: one object a step, each step once.
+
+    Requires: `truncate_after(N)` is called before a resume from step N.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__(path, key=GLOBAL_STEP)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step: host numbers, not device arrays.
+
+        Raises: ValueError when the file already has the step.
+        """
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(
+                f"{self.path} has step {self.last_step} already, so step {step} cannot "
+                "follow: resume from a checkpoint (which cuts the file), or take a new run_dir."
+            )
+        numbers = {n: x if isinstance(x, int | float) else float(x) for n, x in metrics.items()}
+        self.append({GLOBAL_STEP: step} | numbers)
 
 
 def to_line(entry: Mapping[str, Any]) -> str:

@@ -32,12 +32,9 @@ class TraceWriter:
     batch before it, and raises what went wrong with that. `wait` waits for the last.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], *, steps_per_file: int = 100, fsync: bool = False
-    ):
+    def __init__(self, folder: str | os.PathLike[str], *, steps_per_file: int = 100):
         self.folder = Path(folder)
         self._steps_per_file = steps_per_file
-        self._fsync = fsync
         self._open: dict[str, JsonlFile] = {}  # the current file of each kind
         self._thread = ThreadPoolExecutor(1, "trace")
         self._last: Future[None] | None = None
@@ -142,7 +139,7 @@ class TraceWriter:
         self.wait()
         self._close_files()
         for path in sorted(self.folder.glob("*.jsonl"), reverse=True):
-            file = JsonlFile(path, key=STEP, fsync=self._fsync)
+            file = JsonlFile(path, key=STEP)
             file.truncate_after(step)
             file.close()
             if file.last_step is None:
@@ -168,7 +165,7 @@ class TraceWriter:
         if file is None or file.path != path:
             if file is not None:
                 file.close()
-            file = self._open[kind] = JsonlFile(path, key=STEP, fsync=self._fsync)
+            file = self._open[kind] = JsonlFile(path, key=STEP)
         return file
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl_llm.config.rules.paths import PACKAGES
+from jaxrl_llm.observability.jsonl import GLOBAL_STEP
 from jaxrl_llm.references import load
 
 IDS = "trackers.json"  # in the run's folder: ids by tracker, under which a resumed run goes on
 PROJECT = "jaxrl_llm"  # where the tracker's own variable names none
 MOST_FAILURES = 5  # in a row, after which a tracker is not called again
 LONGEST_PARAMETER = 500  # characters of a value of MLflow
-STEP = "training/global_step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,24 +225,24 @@ class WandB:
             config=dict(run.config),
         )
         # Steps are a metric: W&B's own count may not go back, and a resumed run's does.
-        self._run.define_metric("*", step_metric=STEP)
+        self._run.define_metric("*", step_metric=GLOBAL_STEP)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         if phase:
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-            named = {f"{phase}/{name}": x for name, x in metrics.items() if name != STEP}
+            named = {f"{phase}/{name}": x for name, x in metrics.items() if name != GLOBAL_STEP}
             self._run.log(named | {f"{phase}/step": step})
         else:
-            self._run.log({**metrics, STEP: step})
+            self._run.log({**metrics, GLOBAL_STEP: step})
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._run.log({name: self._wandb.Html(_escaped(text)), STEP: step})
+        self._run.log({name: self._wandb.Html(_escaped(text)), GLOBAL_STEP: step})
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         columns = list(samples[0])
         rows = [[sample[name] for name in columns] for sample in samples]
         table = self._wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
-        self._run.log({"samples": table, STEP: step})
+        self._run.log({"samples": table, GLOBAL_STEP: step})
 
     def close(self) -> None:
         self._run.finish()

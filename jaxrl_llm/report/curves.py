@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxrl_llm.observability.jsonl import object_of
+from jaxrl_llm.observability.jsonl import GLOBAL_STEP, object_of
 
-GLOBAL_STEP = "training/global_step"
 MOST_POINTS = 600  # of a curve in the page
 DIGITS = 6  # significant digits of a number in the page
 

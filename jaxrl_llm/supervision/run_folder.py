@@ -22,8 +22,7 @@ from typing import Any
 from jaxrl_llm.checkpoint.layout import CHECKPOINTS, STEP_PREFIX, is_complete, step_of
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
-from jaxrl_llm.observability.jsonl import read_jsonl
-from jaxrl_llm.observability.tracker import GLOBAL_STEP
+from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
 
 LOCK = "run.lock"
 CONFIG = "config.json"

@@ -22,13 +22,8 @@ from jaxrl_llm.evaluation.evaluate import Validation
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.console import Console, ShownSample
-from jaxrl_llm.observability.jsonl import JsonlFile
+from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
-from jaxrl_llm.observability.tracker import (
-    JsonlTracker,
-    MultiTracker,
-    Tracker,
-)
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.report.refresher import ReportRefresher
@@ -40,7 +35,6 @@ from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 
 ABOUT = "about.json"
-GLOBAL_STEP = "training/global_step"
 TRAININGS = ("warmup", "teacher", "reward_model")  # that a run begins with
 TOKEN_FIELDS = ("old_logprobs", "reference_logprobs", "values", "advantages")
 
@@ -83,7 +77,7 @@ class RunOutput(MetricsLog):
         self._stack = ExitStack()
         keep = -1 if resume_step is None else resume_step
         self._console: Console | None = None
-        self._trackers: Tracker = MultiTracker([])
+        self._metrics: MetricsWriter | None = None
         self._events: JsonlFile | None = None
         self._report: ReportRefresher | None = None
         self._shown: list[Guarded] = []  # trackers that show the run elsewhere
@@ -92,7 +86,7 @@ class RunOutput(MetricsLog):
         self._suffix = "" if is_main() else f".process{jax.process_index()}"
         try:
             if is_main():
-                self._open_trackers(keep)
+                self._open_files_and_trackers(keep)
             if config.log.trace:
                 self._open_trace(keep)
         except BaseException:  # such as a tracker that cannot be opened
@@ -106,13 +100,13 @@ class RunOutput(MetricsLog):
             self._trace.truncate_after(keep)
         barrier("trace")  # no process writes while the main one cuts
 
-    def _open_trackers(self, keep: int) -> None:
+    def _open_files_and_trackers(self, keep: int) -> None:
         config = self._config
         for name in TRAININGS if keep < 0 else ():  # of an earlier run that saved nothing
             (self.run_dir / name / "metrics.jsonl").unlink(missing_ok=True)
-        jsonl = JsonlTracker(self.run_dir / "metrics.jsonl")
-        jsonl.truncate_after(keep)
-        trackers: list[Tracker] = [jsonl]
+        self._metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
+        self._stack.callback(self._metrics.close)
+        self._metrics.truncate_after(keep)
         self._events = JsonlFile(self.run_dir / "events.jsonl", key=STEP)
         self._events.truncate_after(keep)
         self._stack.callback(self._events.close)
@@ -120,9 +114,7 @@ class RunOutput(MetricsLog):
             every=config.log.console_every,
             samples_every=config.log.samples_every,
         )
-        trackers.append(self._console)
-        self._trackers = MultiTracker(trackers)
-        self._stack.callback(self._trackers.close)
+        self._stack.callback(self._console.close)
         names = [*(["tensorboard"] if config.log.tensorboard else []), *config.log.trackers]
         run = TrackedRun(
             name=config.name,
@@ -150,7 +142,10 @@ class RunOutput(MetricsLog):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, once, on the main process."""
-        self._trackers.log(step, {GLOBAL_STEP: step, **metrics})
+        if self._metrics is not None:
+            self._metrics.log(step, metrics)
+        if self._console is not None:
+            self._console.log(step, metrics)
         if self._report is not None:
             self._report.step()
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -196,7 +191,7 @@ class RunOutput(MetricsLog):
         assert name in TRAININGS, name
         if self._console is None:
             return SupervisedOutput(name=name)
-        tracker = JsonlTracker(self.run_dir / name / "metrics.jsonl")
+        tracker = MetricsWriter(self.run_dir / name / "metrics.jsonl")
         tracker.truncate_after(-1)
         self._stack.callback(tracker.close)
         self._console.begin(name.replace("_", " "), steps)
@@ -351,14 +346,14 @@ class SupervisedOutput(MetricsLog):
     """The metrics of a supervised training that a run begins with; None on other processes."""
 
     name: str  # of the training, such as "warmup"
-    tracker: JsonlTracker | None = None
+    tracker: MetricsWriter | None = None
     console: Console | None = None
     report: ReportRefresher | None = None
     shown: tuple[Guarded, ...] = ()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.tracker is not None:
-            self.tracker.log(step, {GLOBAL_STEP: step, **metrics})
+            self.tracker.log(step, metrics)
         numbers = {name: float(value) for name, value in metrics.items()}
         for tracker in self.shown:
             tracker.log(step, numbers, self.name)

@@ -26,7 +26,7 @@ from jaxrl_llm.observability.console import (
     number,
     printable,
 )
-from jaxrl_llm.observability.jsonl import JsonlFile, read_jsonl
+from jaxrl_llm.observability.jsonl import JsonlFile, MetricsWriter, read_jsonl
 from jaxrl_llm.observability.metrics import (
     batch_metrics,
     memory_metrics,
@@ -35,7 +35,6 @@ from jaxrl_llm.observability.metrics import (
 )
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.observability.trace import TraceWriter
-from jaxrl_llm.observability.tracker import JsonlTracker
 from jaxrl_llm.observability.trackers import TensorBoard, TrackedRun
 from jaxrl_llm.types import Completion, Prompt
 
@@ -153,10 +152,10 @@ def steps_of(path):
     return [entry["training/global_step"] for entry in read_jsonl([path])]
 
 
-def test_jsonl_tracker_keeps_floats_and_steps(tmp_path):
+def test_metrics_jsonl_keeps_floats_and_steps(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     values = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, float(np.float32(0.1)), -0.0]
-    tracker = JsonlTracker(path, fsync=True)
+    tracker = MetricsWriter(path)
     tracker.log(0, {})
     tracker.log(1, {f"x{i}": value for i, value in enumerate(values)})
     tracker.log(2, {"f32": np.float32(0.1), "int": 3, "nan": float("nan")})
@@ -169,7 +168,7 @@ def test_jsonl_tracker_keeps_floats_and_steps(tmp_path):
     assert second["f32"] == float(np.float32(0.1)) and second["int"] == 3
     assert second["nan"] is None
     tracker.close()
-    again = JsonlTracker(path)
+    again = MetricsWriter(path)
     assert again.last_step == 2
     again.log(3, {})
     again.close()
@@ -178,14 +177,14 @@ def test_jsonl_tracker_keeps_floats_and_steps(tmp_path):
 
 def test_truncate_after_and_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tracker = JsonlTracker(path)
+    tracker = MetricsWriter(path)
     for step in range(5):
         tracker.log(step, {"x": step})
     tracker.close()
     whole = path.read_bytes()
     with open(path, "ab") as file:
         file.write(b'{"training/global_step": 5, "x"')  # as a kill leaves it
-    tracker = JsonlTracker(path)
+    tracker = MetricsWriter(path)
     assert path.read_bytes() == whole and tracker.last_step == 4
     tracker.truncate_after(7)
     assert path.read_bytes() == whole
@@ -219,7 +218,7 @@ def test_a_foreign_line_is_refused_by_name(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("hello\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has a line .*b'hello"):
-        JsonlTracker(path)
+        MetricsWriter(path)
 
 
 WRITER = """
@@ -491,7 +490,7 @@ def test_small_formats():
 
 def test_every_line_is_valid_json_whatever_a_metric_is(tmp_path):
     """NaN and Infinity, which Python's json writes by default, are not JSON."""
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker = MetricsWriter(tmp_path / "metrics.jsonl")
     tracker.log(1, {"a": float("nan"), "b": np.float32("inf"), "c": -np.inf, "d": 0.5})
     tracker.close()
 

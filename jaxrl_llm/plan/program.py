@@ -118,37 +118,16 @@ class Program:
         the first, and so waits for it.
         """
         with self._compilers.checked():
-            now = _Progress(states, batch, step, timer)
-            moves = _Moves()
+            now, moves = _Progress(states, batch, step, timer), _Moves()
             segments = self.segments if segments is None else segments
             between = self.is_spread and not stay
             for number, segment in enumerate(segments):
+                rest = segments[number:] if between else ()
                 if segment.is_host:
-                    now.wait_for(segment.reads)
-                    if between:  # hosts read the rows of their own devices
-                        self._before(self.mesh, segments[number:], now, moves)
-                        fields = {name: now.batch[name] for name in segment.reads}
-                        now.batch = now.batch.replace(**moves.to(self.mesh, fields))
-                    with timer(segment.name):
-                        found = self._run_host(segment.stages[0], now, context)
-                    now.wait()
-                    now.metrics |= found
+                    self._run_host(segment, now, moves, context, rest)
                     continue
                 mesh = self.mesh_of(segment)
-                # Before the clock starts: a program with loops may wait for the device.
-                now.wait(mesh)
-                now.wait_for([*self._reads[segment.name], *self._sources(segment)])
-                if between:
-                    self._before(mesh, segments[number:], now, moves)
-                reads = {name: now.batch[name] for name in self._reads[segment.name]}
-                if self._own_meshes:
-                    reads = moves.to(mesh, reads)
-                followed = now.states | self.follow(segment.roles, now.states, timer, now.metrics)
-                if takes_part(mesh):
-                    timer.start(segment.name)
-                learning, fixed = _split_states(followed, segment)
-                device_step = make_global(jnp.int32(step), replicated(mesh))
-                arguments = (learning, fixed, reads, device_step)
+                arguments = self._begin(segment, now, moves, rest)
                 compiled, known = self._compiled[segment.name], segment.name in self._traced
                 if self._threads is not None and known:
                     ready = self._ready(compiled)
@@ -183,6 +162,47 @@ class Program:
             if between:
                 self.share_times(timer)
             return now.states, now.batch, now.metrics
+
+    def _begin(
+        self, segment: Segment, now: "_Progress", moves: "_Moves", rest: Sequence[Segment]
+    ) -> tuple[Any, ...]:
+        """The arguments of a device segment, once its devices and its fields are there.
+
+        Its clock starts. `rest` are the segments from it on, where processes differ.
+        """
+        mesh = self.mesh_of(segment)
+        # Before the clock starts: a program with loops may wait for the device.
+        now.wait(mesh)
+        now.wait_for([*self._reads[segment.name], *self._sources(segment)])
+        if rest:
+            self._before(mesh, rest, now, moves)
+        reads = {name: now.batch[name] for name in self._reads[segment.name]}
+        if self._own_meshes:
+            reads = moves.to(mesh, reads)
+        followed = now.states | self.follow(segment.roles, now.states, now.timer, now.metrics)
+        if takes_part(mesh):
+            now.timer.start(segment.name)
+        device_step = make_global(jnp.int32(now.step), replicated(mesh))
+        return (*_split_states(followed, segment), reads, device_step)
+
+    def _run_host(
+        self,
+        segment: Segment,
+        now: "_Progress",
+        moves: "_Moves",
+        context: Any,
+        rest: Sequence[Segment],
+    ) -> None:
+        """Run a host segment while devices compute. `rest` is that of `_begin`."""
+        now.wait_for(segment.reads)
+        if rest:  # hosts read the rows of their own devices
+            self._before(self.mesh, rest, now, moves)
+            fields = {name: now.batch[name] for name in segment.reads}
+            now.batch = now.batch.replace(**moves.to(self.mesh, fields))
+        with now.timer(segment.name):
+            found = self._call_host(segment.stages[0], now, context)
+        now.wait()
+        now.metrics |= found
 
     def _before(
         self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress", moves: "_Moves"
@@ -378,7 +398,8 @@ class Program:
         host_reads = {n for s in after if s.is_host for stage in s.stages for n in stage.reads}
         return any(set(stage.writes) & host_reads for stage in segment.stages)
 
-    def _run_host(self, stage: Stage, now: "_Progress", context: Any) -> dict[str, Any]:
+    def _call_host(self, stage: Stage, now: "_Progress", context: Any) -> dict[str, Any]:
+        """Call a host stage with the rows that this process owns; its metrics."""
         rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
         output = stage(context, now.step, **fields)
@@ -517,7 +538,7 @@ class _Progress:
         self.batch = batch
         self.metrics: dict[str, Any] = {}
         self.step = step
-        self._timer = timer
+        self.timer = timer
         self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Results]]] = {}
 
     def add(self, mesh: Mesh, segment: Segment, end: Callable[[], Results]) -> None:
@@ -554,7 +575,7 @@ class _Progress:
         _, writes, by_stage = results
         with memory_guard(segment):
             jax.block_until_ready(writes or by_stage)
-        self._timer.stop(segment.name)
+        self.timer.stop(segment.name)
         return results
 
 

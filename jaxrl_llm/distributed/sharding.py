@@ -191,9 +191,9 @@ def _indivisible(
     raise AssertionError(f"{shape} was refused although {axes} divide")
 
 
-def batch_sharding(mesh: Mesh, rules: ShardingRules = TRAIN_RULES) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of arrays whose first dim is the batch; later dims are whole."""
-    return NamedSharding(mesh, partition_spec(("batch",), rules, mesh))
+    return NamedSharding(mesh, partition_spec(("batch",), TRAIN_RULES, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -69,14 +69,14 @@ class PolicyLoss:
         algorithm = self.algorithm
         reads = field_names(algorithm.policy_loss)
         rows = rows_of(part, self.settings.align)
-        bonus_or_read = algorithm.entropy_coef != 0.0 or "entropy" in reads
+        uses_entropy = algorithm.entropy_coef != 0.0 or "entropy" in reads
         found = response_statistics(
             params,
             rows,
             spec=self.spec,
             settings=self.settings,
             temperature=self.temperature,
-            with_entropy=bonus_or_read or self.own_logprobs,
+            with_entropy=uses_entropy or self.own_logprobs,
             candidates=part["teacher_top_ids"] if "top_logprobs" in reads else None,
         )
         logprobs, entropy, top = found.logprobs, found.entropy, found.at_candidates
@@ -98,7 +98,7 @@ class PolicyLoss:
         per_token, parts = algorithm.policy_loss(*(current[name] for name in reads))
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
-        if bonus_or_read:
+        if uses_entropy:
             assert entropy is not None
             bonus = algorithm.aggregate(entropy, mask, **counts)
             total = total - algorithm.entropy_coef * bonus
@@ -191,13 +191,3 @@ def _counts(fields: Fields) -> dict[str, Array]:
 def _token_means(metrics: Metrics, mask: Float[Array, "B R"], tokens: Array) -> Metrics:
     """Each per-token array summed over the mask and divided by the global token count."""
     return {name: (x * mask).sum() / jnp.maximum(tokens, 1) for name, x in metrics.items()}
-
-
-def tree_names(params: Params) -> tuple[str, ...]:
-    """Dotted names of the leaves of a parameter tree, in tree order."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    return tuple(".".join(_key(entry) for entry in path) for path, _ in paths)
-
-
-def _key(entry: Any) -> str:
-    return str(getattr(entry, "key", entry))

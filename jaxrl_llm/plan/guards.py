@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.distributed.multihost import fetch
-from jaxrl_llm.learner.losses import tree_names
 from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import Segment
 
@@ -42,7 +41,7 @@ def check_gradients(
 
 
 def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> None:
-    names = [name for name, bad in zip(tree_names(params), flags, strict=True) if bad]
+    names = [name for name, bad in zip(_names(params), flags, strict=True) if bad]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     error = NonFiniteGradients(
         f"{what} {step}: the gradient of the {role} is not finite in {', '.join(names[:SHOWN])}"
@@ -63,10 +62,14 @@ def nonfinite_values(params: Mapping[str, Any]) -> list[str]:
     found = []
     for role, tree in params.items():
         flags = fetch(bad(jax.tree.leaves(tree)))
-        found += [
-            f"{role}.{name}" for name, flag in zip(tree_names(tree), flags, strict=True) if flag
-        ]
+        found += [f"{role}.{name}" for name, flag in zip(_names(tree), flags, strict=True) if flag]
     return found
+
+
+def _names(params: Any) -> tuple[str, ...]:
+    """Dotted names of the leaves of a parameter tree, in tree order."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return tuple(".".join(str(getattr(key, "key", key)) for key in path) for path, _ in paths)
 
 
 class OutOfMemory(RuntimeError):

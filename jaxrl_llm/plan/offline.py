@@ -539,7 +539,7 @@ def _update(
             settings=role.forward,
             router=router_loss(config, role),
         ),
-        sizes=UpdateSizes(update=micro_batches, forward=micro_batches),
+        sizes=UpdateSizes(update=micro_batches, passes=micro_batches),
         seed=seed,
     )
 

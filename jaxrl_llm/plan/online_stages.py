@@ -107,8 +107,8 @@ class Planning:
         temperature = config.rollout.temperature
 
         def passes(name: str) -> dict[str, Any]:
-            forward = update_sizes(config, roles[name]).forward
-            return {"model": roles[name], "micro_batches": forward, "temperature": temperature}
+            parts = update_sizes(config, roles[name]).passes
+            return {"model": roles[name], "micro_batches": parts, "temperature": temperature}
 
         squares = "sum_pi_squared" in field_names(algorithm.advantage)
         old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
@@ -122,7 +122,7 @@ class Planning:
             ),
             stages.Values(
                 model=roles["critic"],
-                micro_batches=update_sizes(config, roles["critic"]).forward,
+                micro_batches=update_sizes(config, roles["critic"]).passes,
             ),
             *self._rewards_and_advantages(),
         ]
@@ -141,12 +141,12 @@ class Planning:
             self.reward,
             group=config.rollout.n,
             weight=1.0 if config.reward.model is None else config.reward.model.weight,
-            micro_batches=(update_sizes(config, reward) if reward else sizes).forward,
+            micro_batches=(update_sizes(config, reward) if reward else sizes).passes,
             others=[
                 WeightedModel(
                     role=roles[model.name],
                     weight=model.weight,
-                    micro_batches=update_sizes(config, roles[model.name]).forward,
+                    micro_batches=update_sizes(config, roles[model.name]).passes,
                 )
                 for model in config.models
                 if model.weight

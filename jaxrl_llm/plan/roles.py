@@ -428,19 +428,20 @@ def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSizes:
-    """How a role's passes walk through the samples of an iteration; all counts are global."""
+    """How the samples of an iteration are cut for a role; all counts are of the whole mesh."""
 
     num_mini_batches: int = 1
     num_epochs: int = 1
     update: MicroBatches  # parts of one mini-batch
-    forward: MicroBatches  # parts of the whole batch, in passes without gradient
+    passes: MicroBatches  # parts of the whole batch, in passes without a gradient
     shuffle_seed: int | None = None  # mini-batches take the samples in a random order
 
 
 def update_sizes(config: Config, role: Role) -> UpdateSizes:
-    """How the passes of `role` walk through an iteration's samples, as the critic's or the actor's.
+    """How an iteration's samples are cut for `role`: into mini-batches, and into parts that fit.
 
-    Shuffling spreads the samples of a prompt over mini-batches: no row has them together.
+    The keys are the critic's for the critic, and the actor's for all other roles. Shuffling spreads
+    the samples of a prompt over mini-batches: no row has them together.
     """
     settings = config.critic if role.name == "critic" else config.actor
     samples = config.data.train_batch_size * config.rollout.n
@@ -455,7 +456,7 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
             align=role.forward.align,
             shard=shard_rows(layout),
         )
-        forward = replace(
+        passes = replace(
             update,
             num_replicas=of_passes.num_replicas,
             rows=role.passes.rows_of_pass,
@@ -469,12 +470,12 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
         update = Padded(
             num=mini_batch // micro_batch, align=role.forward.align, shard=shard_stacked(layout)
         )
-        forward = replace(update, num=samples // of_pass, shard=shard_stacked(of_passes))
+        passes = replace(update, num=samples // of_pass, shard=shard_stacked(of_passes))
     return UpdateSizes(
         num_mini_batches=samples // mini_batch,
         num_epochs=settings.ppo_epochs,
         update=update,
-        forward=forward,
+        passes=passes,
         shuffle_seed=config.seed if config.actor.shuffle else None,
     )
 

@@ -187,9 +187,9 @@ def test_prompts_are_shared_as_the_config_says(settings, of_updates, of_log_prob
     spec, mesh = model_spec(model_config()), make_mesh(1, 1, 1)
     actor, critic = (make_role(name, spec, config.actor, mesh) for name in ("actor", "critic"))
     sizes = update_sizes(config, actor)
-    assert isinstance(sizes.update, Packed) and isinstance(sizes.forward, Packed)
-    assert (sizes.update.group, sizes.forward.group) == (of_updates, of_log_probs)
-    assert sizes.update.row_tokens == sizes.forward.row_tokens == 512
+    assert isinstance(sizes.update, Packed) and isinstance(sizes.passes, Packed)
+    assert (sizes.update.group, sizes.passes.group) == (of_updates, of_log_probs)
+    assert sizes.update.row_tokens == sizes.passes.row_tokens == 512
     assert isinstance(update_sizes(config, critic).update, Padded)
 
 

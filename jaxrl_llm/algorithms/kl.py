@@ -77,8 +77,8 @@ def straight_through(estimator: Estimator) -> Estimator:
     return estimate
 
 
-# The names of verl's configs. Code uses the functions.
-ESTIMATORS: dict[str, Estimator] = {
+# By their names in a config, which are verl's; `KLType` of config/algorithms.py lists them too.
+KL_ESTIMATORS: dict[str, Estimator] = {
     "k1": kl_k1,
     "kl": kl_k1,
     "abs": kl_abs,
@@ -96,12 +96,12 @@ def kl_penalty(name: str) -> Estimator:
     Names: k1 (kl), abs, k2 (mse), k3 (low_var_kl), k3_unclamped. Raises ValueError for others.
     """
     base = name.removesuffix("+")
-    if base not in ESTIMATORS:
+    if base not in KL_ESTIMATORS:
         raise ValueError(
-            f"no KL estimator '{name}'{nearest(base, ESTIMATORS)}\nThe names are: "
-            f"{', '.join(ESTIMATORS)}, each also with a + (straight-through gradient)"
+            f"no KL estimator '{name}'{nearest(base, KL_ESTIMATORS)}\nThe names are: "
+            f"{', '.join(KL_ESTIMATORS)}, each also with a + (straight-through gradient)"
         )
-    return straight_through(ESTIMATORS[base]) if name.endswith("+") else ESTIMATORS[base]
+    return straight_through(KL_ESTIMATORS[base]) if name.endswith("+") else KL_ESTIMATORS[base]
 
 
 def masked_kl(

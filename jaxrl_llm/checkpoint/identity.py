@@ -37,7 +37,8 @@ PACKAGES = (
 _DTYPES = ("kind", "dtype", "param_dtype")  # of a model; the rest are fields of its config
 LORA = "lora."  # before the fields of its adapters
 
-Record = dict[str, Any]  # in JSON's types
+Record = dict[str, Any]  # of a model, in JSON's types
+Identity = dict[str, Any]  # of a checkpoint: its models by role, tokenizer, learner and setting
 
 
 def model_record(spec: ModelSpec, dtype: str) -> Record:
@@ -98,7 +99,7 @@ def _version(package: str) -> str:
 # ------------------------------------------------------------------------- compare
 
 
-def read_identity(checkpoint: Path) -> Record | None:
+def read_identity(checkpoint: Path) -> Identity | None:
     """The record of a finished checkpoint; None where an older version wrote it.
 
     Raises: DamagedCheckpoint.
@@ -106,7 +107,7 @@ def read_identity(checkpoint: Path) -> Record | None:
     return manager.loop_state(checkpoint).get(IDENTITY)
 
 
-def check_resume(checkpoint: Path, now: Record) -> str:
+def check_resume(checkpoint: Path, now: Identity) -> str:
     """Compare a checkpoint with the run that is to go on from it, before any array exists.
 
     Returns what differs and may, as a line for the user; empty where nothing does.

@@ -20,7 +20,7 @@ NO_VERSION = -1  # of what is no token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class ResponseParts:
     """How long the parts of a response are. Versions and steps may be traced."""
 
     max_staleness: int  # 1 or more

@@ -18,7 +18,7 @@ from jaxrl_llm.generation.engine import (
 )
 from jaxrl_llm.generation.partial_responses import (
     NO_VERSION,
-    Parts,
+    ResponseParts,
     Responses,
     append,
     are_unfinished,
@@ -102,7 +102,7 @@ class Generate(ModelStage):
 
     how: Generation
     compiler_options: Mapping[str, int] | tuple[()]
-    parts: Parts | None = None
+    parts: ResponseParts | None = None
 
     generates = True
     name = "gen"
@@ -257,7 +257,7 @@ class ContinueResponses(ModelStage):
 
     how: Generation
     compiler_options: Mapping[str, int] | tuple[()]
-    parts: Parts
+    parts: ResponseParts
 
     generates = True
     name = "gen_continue"

@@ -10,7 +10,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.generation.partial_responses import Parts
+from jaxrl_llm.generation.partial_responses import ResponseParts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
@@ -186,12 +186,12 @@ class Planning:
         ]
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> ResponseParts | None:
         """The parts of partial rollouts."""
         config = self.config
         if not config.partial_rollouts:
             return None
-        return Parts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
+        return ResponseParts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
 
     def _extra_model(self, passes: dict[str, Any]) -> Stage:
         """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
-from jaxrl_llm.checkpoint.identity import IDENTITY, Record, check_resume
+from jaxrl_llm.checkpoint.identity import IDENTITY, Identity, check_resume
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.compiling.stored import Start, start_of
@@ -131,7 +131,7 @@ class Run:
     data: "RunData"
     output: RunOutput
     checkpoints: CheckpointManager
-    identity: Record  # of its models
+    identity: Identity  # of its models
     save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # the checkpoint to go on from; None begins
     resume_step: int | None  # of it

@@ -16,10 +16,10 @@ from jaxrl_llm.checkpoint.identity import (
     MODELS,
     SETTING,
     TOKENIZER,
+    Identity,
     model_record,
     package_versions,
 )
-from jaxrl_llm.checkpoint.identity import Record as Identity
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader

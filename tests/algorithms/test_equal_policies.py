@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.covariance_losses import clip_cov, kl_cov
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.imitation import reverse_kl, teacher_advantage
 from jaxrl_llm.algorithms.importance import sequence_weights, token_weights
-from jaxrl_llm.algorithms.kl import ESTIMATORS, kl_in_reward, kl_k3, kl_penalty
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, kl_in_reward, kl_k3, kl_penalty
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.algorithms.policy_losses import (
     cispo,
@@ -164,14 +164,14 @@ def test_sequence_losses_exactly_on_their_bounds():
 # ------------------------------------------------------------------------- KL
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, *(f"{name}+" for name in ESTIMATORS)])
+@pytest.mark.parametrize("name", [*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)])
 def test_kl_estimators(name):
     value, gradient = value_and_gradient(kl_penalty(name), LOGPROBS, jnp.asarray(LOGPROBS))
     np.testing.assert_array_equal(value, 0.0)
     np.testing.assert_array_equal(gradient, 1.0 if name in ("k1", "kl") else 0.0)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_reverse_kl_to_an_equal_teacher(name):
     others = jnp.asarray(LOGPROBS), jnp.asarray(MASK)
     loss = partial(reverse_kl, estimator=kl_penalty(name))

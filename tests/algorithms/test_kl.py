@@ -7,7 +7,7 @@ import pytest
 from finite_differences import numeric_gradient
 
 from jaxrl_llm.algorithms.kl import (
-    ESTIMATORS,
+    KL_ESTIMATORS,
     AdaptiveKL,
     FixedKL,
     batch_kl,
@@ -110,7 +110,7 @@ def test_names():
     assert kl_penalty("low_var_kl") is kl_penalty("k3") is kl_k3
     assert kl_penalty("mse") is kl_k2
     logprobs, reference = arrays()
-    for name in ESTIMATORS:
+    for name in KL_ESTIMATORS:
         with_plus = kl_penalty(name + "+")(logprobs, reference)
         np.testing.assert_array_equal(with_plus, kl_penalty(name)(logprobs, reference))
     with pytest.raises(ValueError, match="did you mean 'low_var_kl'"):

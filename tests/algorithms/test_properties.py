@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, global_counts
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_algorithm
 from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.kl import ESTIMATORS, masked_kl
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, masked_kl
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.config.thresholds import RULES
 
@@ -50,8 +50,8 @@ ONLINE = makers(c.Online)
 OFFLINE = makers(c.Offline)
 CASES = dict(ONLINE)
 OF_KL = []
-for kind in dict.fromkeys(ESTIMATORS.values()):
-    name = next(name for name, fn in ESTIMATORS.items() if fn is kind)
+for kind in dict.fromkeys(KL_ESTIMATORS.values()):
+    name = next(name for name, fn in KL_ESTIMATORS.items() if fn is kind)
     for end in ("", "+"):
         in_loss = {"use_kl_loss": True, "kl_loss_type": name + end, "kl_loss_coef": 0.3}
         CASES[f"kl loss {name}{end}"] = partial(made, c.RLOO, **in_loss)

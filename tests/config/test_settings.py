@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
 from jaxrl_llm.algorithms.build import BUILDERS, ESTIMATORS, LOSSES, build_algorithm
-from jaxrl_llm.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS
 from jaxrl_llm.config.algorithms import Aggregation, KLType
 from jaxrl_llm.data.priority import WEIGHTS
 from jaxrl_llm.data.tasks import TASKS

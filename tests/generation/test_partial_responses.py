@@ -14,7 +14,7 @@ from jaxrl_llm.distributed.layout import generation_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.generation.engine import Rows, generate, generate_on_mesh
 from jaxrl_llm.generation.partial_responses import (
-    Parts,
+    ResponseParts,
     Responses,
     append,
     are_unfinished,
@@ -146,7 +146,7 @@ def _in_pairs(alone):
 
 
 def test_the_newest_policy_takes_a_response_to_its_end():
-    parts = Parts(max_staleness=2, tokens=3)
+    parts = ResponseParts(max_staleness=2, tokens=3)
     assert [int(parts.first_version(jnp.int32(step))) for step in (1, 2, 3, 4, 5)] == [
         *(0, 0, 0, 1, 2)
     ]

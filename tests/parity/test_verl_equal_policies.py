@@ -14,7 +14,7 @@ from verl_side import agrees, verl
 
 from jaxrl_llm.algorithms.aggregation import aggregation, global_counts
 from jaxrl_llm.algorithms.importance import sequence_weights, token_weights
-from jaxrl_llm.algorithms.kl import ESTIMATORS, kl_penalty
+from jaxrl_llm.algorithms.kl import KL_ESTIMATORS, kl_penalty
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.algorithms.preference_losses import cpo, dpo
 from jaxrl_llm.algorithms.rejection import reject
@@ -142,7 +142,7 @@ def test_gspo_exactly_on_its_upper_clamp():
 # ------------------------------------------------------------------------- KL
 
 
-VERLS = sorted(ESTIMATORS.keys() - {"k3_unclamped"})
+VERLS = sorted(KL_ESTIMATORS.keys() - {"k3_unclamped"})
 
 
 @pytest.mark.parametrize("name", [*VERLS, *(f"{name}+" for name in VERLS)])

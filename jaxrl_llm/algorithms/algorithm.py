@@ -36,7 +36,7 @@ IMPORTANCE_THRESHOLD = 2.0  # where the settings have none
 class Algorithm:
     """What one iteration computes. The positional parameters of each function are batch fields.
 
-    The planner reads them (`fields.field_names`). A function that reads `values` needs the critic,
+    The plan reads them (`fields.field_names`). A function that reads `values` needs the critic,
     one that reads `reference_logprobs` the reference model, and one that reads `greedy_scores` a
     greedy rollout and its reward. A function that is None needs nothing.
     """

@@ -58,7 +58,7 @@ class Parts(ABC):
     def specs(self, axes: tuple[str, ...]) -> tuple[Any, PartitionSpec]:
         """How a shard_map over `axes` splits this, and what it collects.
 
-        Every group has as many parts: its own rows of each.
+        Every group has the same number of parts, and its own rows of each.
         Requires: `axes` are the outermost of the batch.
         """
 

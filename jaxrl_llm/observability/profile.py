@@ -1,4 +1,4 @@
-"""Traces of jax's profiler: written to a folder, for xprof or Perfetto, and read back."""
+"""Profiles by jax: traces of the devices, written for xprof or Perfetto, and read back."""
 
 import math
 import re

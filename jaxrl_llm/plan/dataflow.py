@@ -1,4 +1,4 @@
-"""The hybrid programming model: stages say what they read and write, and a planner orders them.
+"""The dataflow of a step: stages say what they read and write, and `plan` orders them.
 
 The fields are those of `RolloutBatch`, offline those of `OfflineBatch`, and whatever other names
 stages write. A stage whose results nobody needs is left out: GRPO drops the critic, a KL

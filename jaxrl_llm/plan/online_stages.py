@@ -101,7 +101,7 @@ class Planning:
         return planned
 
     def catalogue(self, *, own_logprobs: bool) -> list[Stage]:
-        """Every stage that might be needed; the planner keeps those that are."""
+        """Every stage that might be needed; `plan` keeps those that are."""
         config, algorithm, roles = self.config, self.algorithm, self.roles
         sizes = update_sizes(config, roles["actor"])
         temperature = config.rollout.temperature

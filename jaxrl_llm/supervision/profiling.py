@@ -1,4 +1,4 @@
-"""Traces of chosen steps, and the time of the collectives in them.
+"""Profiles of chosen steps, and the time of the collectives in them.
 
 A GPU's trace names the instruction of each kernel, its program and its scopes. Asynchronous
 collectives have another name there than in the program's text. These are matched by their order,

@@ -148,6 +148,7 @@ class Run:
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
         step, kept = 0, None
+        # What a checkpoint holds of generation ahead, at most.
         number = self.config.max_staleness + bool(self.config.partial_rollouts)
         ahead = [(step, 1) for step in range(1, number + 1)]
         check_space(self.run_dir, bytes_of(self._abstract_states(ahead)))

@@ -1,4 +1,4 @@
-"""The planner against plans written out by hand."""
+"""`plan` against plans written out by hand."""
 
 from dataclasses import dataclass
 

@@ -31,12 +31,8 @@ def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         decay = optax.constant_schedule(peak)
     elif config.schedule == "linear":
         decay = optax.linear_schedule(peak, end, decay_steps)
-    elif config.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, decay_steps, config.min_learning_rate_ratio)
     else:
-        raise ValueError(
-            f"optimizer.schedule is {config.schedule!r}; use constant, linear or cosine"
-        )
+        decay = optax.cosine_decay_schedule(peak, decay_steps, config.min_learning_rate_ratio)
     if config.warmup_steps == 0:
         return decay
     start = peak / config.warmup_steps

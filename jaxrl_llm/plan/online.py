@@ -340,7 +340,7 @@ def plan_iteration(
     algorithm = build_online(config.algorithm)
     if config.max_staleness and not hasattr(config.algorithm, "rollout_is"):
         algorithm = corrected_for_staleness(algorithm, *_weights_of_stale_samples(config))
-    _check(config, algorithm, reward)
+    _check(config, algorithm)
     if learning is None:
         waits = min(critic_warmup(config, algorithm), config.total_steps)
         learning = {"actor": config.total_steps - waits, "critic": config.total_steps}
@@ -393,7 +393,7 @@ def plan_iteration(
     )
 
 
-def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> None:
+def _check(config: Config, algorithm: Algorithm) -> None:
     """What only the algorithm's functions can say about the config."""
     if algorithm.kl_reward is not None:
         controller = algorithm.kl_controller
@@ -415,11 +415,6 @@ def _check(config: Config, algorithm: Algorithm, reward: HostReward | None) -> N
             f"config.rollout.{greedy} is greedy: all answers to a prompt are the same, and "
             f"config.algorithm={config.algorithm.label} compares them; "
             f"--config.rollout.{usual} is usual"
-        )
-    if config.reward.model is None and reward is None:
-        raise ValueError(
-            "reward.functions and reward.model are both empty: name a reward function, or a "
-            "reward model"
         )
     named = (*field_names(algorithm.advantage), *field_names(algorithm.policy_loss))
     asked = [name for name in named if name.startswith("teacher_")]

@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import jax
 
-from jaxrl_llm.distributed import rates
+from jaxrl_llm.distributed import measuring
 from jaxrl_llm.distributed.hardware import hardware_of
+from jaxrl_llm.distributed.measuring import Device
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, value_of_main
-from jaxrl_llm.distributed.rates import Device
 from jaxrl_llm.launch.runtime import host_memory
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -137,7 +137,7 @@ def _own_findings(folder: Path) -> Iterator[Finding]:
         yield Finding(
             "copy between devices",
             f"devices {source.id} to {target.id}",
-            rates.copy_bandwidth(source, target) / 1e9,
+            measuring.copy_bandwidth(source, target) / 1e9,
             "GB/s",
             expected,
             _share(LINK_SHARE, expected),
@@ -172,7 +172,7 @@ def _host(folder: Path) -> Iterator[Finding]:
 _DEVICE: tuple[tuple[str, Callable[[Device], float], str, float, str, float, str], ...] = (
     (
         "matmul",
-        rates.matmul_flops,
+        measuring.matmul_flops,
         "TFLOP/s",
         1e12,
         "flops",
@@ -181,7 +181,7 @@ _DEVICE: tuple[tuple[str, Callable[[Device], float], str, float, str, float, str
     ),
     (
         "device memory",
-        rates.memory_bandwidth,
+        measuring.memory_bandwidth,
         "GB/s",
         1e9,
         "memory_bandwidth",
@@ -192,8 +192,8 @@ _DEVICE: tuple[tuple[str, Callable[[Device], float], str, float, str, float, str
 # Copies: name, function and share. To and from host memory that is not pinned, a healthy machine of
 # two H100 reached 3 to 13 % of a PCIe link.
 _COPIES = (
-    ("host to device", rates.to_device_bandwidth, 0.05),
-    ("device to host", rates.to_host_bandwidth, 0.01),
+    ("host to device", measuring.to_device_bandwidth, 0.05),
+    ("device to host", measuring.to_host_bandwidth, 0.01),
 )
 
 
@@ -230,14 +230,14 @@ def _links(groups: Sequence[Sequence[Device]], *, quick: bool) -> Iterator[Findi
         return  # no device of the other process for each one
     rank, own = jax.process_index(), groups[jax.process_index()]
     if quick and len(own) > 1:
-        value = rates.all_reduce_bandwidth(groups, quick=True) / 1e9
+        value = measuring.all_reduce_bandwidth(groups, quick=True) / 1e9
         where = f"between the {len(own)} devices of rank {rank}"
         yield _link(where, own[0], value, "link_bandwidth")
     if len(groups) == 1:
         return
     hosts = gather_objects(platform.node(), "hosts of links")
     for pairs in rounds(len(groups), ring=quick or len(groups) > MOST_PAIRED):
-        value = rates.exchange_bandwidth(groups, pairs, quick=quick) / 1e9
+        value = measuring.exchange_bandwidth(groups, pairs, quick=quick) / 1e9
         for first, second in pairs:
             if first == rank:
                 same = hosts[first] == hosts[second]
@@ -280,7 +280,7 @@ def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
         hosts = {answer["host"] for answer in answers}
         link = "network_bandwidth" if len(hosts) > 1 else "link_bandwidth"
         expected = _sheet(devices[0], link)
-        value = rates.all_reduce_bandwidth([devices]) / 1e9
+        value = measuring.all_reduce_bandwidth([devices]) / 1e9
         everywhere = f"{len(devices)} devices, {len(answers)} processes"
         least = _share(LINK_SHARE, expected)
         found.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, _TRANSPORT))

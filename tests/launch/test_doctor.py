@@ -16,7 +16,7 @@ from in_process import launch_here
 from tiny_run import TinyRun, assert_same_bits
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
-from jaxrl_llm.distributed import rates
+from jaxrl_llm.distributed import measuring
 from jaxrl_llm.distributed.hardware import HARDWARE, Hardware, hardware_of
 from jaxrl_llm.launch import commands, doctor, runtime
 
@@ -92,31 +92,31 @@ def test_a_failing_lock_is_found(tmp_path, monkeypatch):
 
 def test_a_rate_is_work_over_the_fastest_time(monkeypatch):
     clock = iter(np.cumsum([0, 5.0, 0, 2.0, 0, 3.0]))
-    monkeypatch.setattr(rates.time, "perf_counter", lambda: next(clock))
-    assert rates.fastest(lambda: None, 3) == 2.0
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: next(clock))
+    assert measuring.fastest(lambda: None, 3) == 2.0
 
 
 @pytest.fixture
 def one_second(monkeypatch):
     """Every program takes a second, so that there is time for two repetitions."""
     taken = lambda run, repeats: (jax.block_until_ready(run()), 1.0)[1]  # noqa: E731
-    monkeypatch.setattr(rates, "fastest", taken)
+    monkeypatch.setattr(measuring, "fastest", taken)
 
 
 def test_an_all_reduce_counts_what_a_ring_sends(one_second):
     groups = np.asarray(jax.devices()[:8]).reshape(2, 4)
-    assert rates.all_reduce_bandwidth(groups) == 2 * (2 * 3 / 4 * rates.CPU.array_bytes)
+    assert measuring.all_reduce_bandwidth(groups) == 2 * (2 * 3 / 4 * measuring.CPU.array_bytes)
 
 
 def test_an_exchange_counts_what_a_device_sends(one_second):
     groups = np.asarray(jax.devices()[:8]).reshape(4, 2)
-    assert rates.exchange_bandwidth(groups, [(0, 2), (1, 3)]) == 2 * rates.CPU.array_bytes
+    assert measuring.exchange_bandwidth(groups, [(0, 2), (1, 3)]) == 2 * measuring.CPU.array_bytes
 
 
 def test_a_slow_link_is_not_measured_for_long():
     seconds = 0.03, 0.3, 30.0  # of a repetition
-    assert [rates.repetitions(rates.GPU, s) for s in seconds] == [20, 6, 1]
-    assert [rates.repetitions(rates.QUICK_GPU, s) for s in seconds] == [3, 1, 1]
+    assert [measuring.repetitions(measuring.GPU, s) for s in seconds] == [20, 6, 1]
+    assert [measuring.repetitions(measuring.QUICK_GPU, s) for s in seconds] == [3, 1, 1]
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 5, 8])

@@ -1,4 +1,4 @@
-"""Measured rates of devices and of the links between them.
+"""Measures what devices, and the links between them, do: FLOPs and bytes a second.
 
 Each function compiles, runs once to warm up, and takes the fastest of a few. Bytes are decimal.
 """

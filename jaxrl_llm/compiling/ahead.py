@@ -35,7 +35,7 @@ Run = Callable[..., Any]
 Link = tuple[Any, tuple[Any, ...]]  # a jitted function and its arguments
 
 
-class Work(NamedTuple):
+class CompileJob(NamedTuple):
     """The programs of a segment, to be compiled."""
 
     programs: Sequence[Any]  # jitted functions
@@ -49,7 +49,7 @@ class _Program:
     # Set when it is lowered or stored: whether it can be compiled while the device works.
     independent: Future[bool] = field(default_factory=Future)
     compiled: Future[Run] | None = None  # None until a thread compiles it
-    setting: str = ""  # that of `Work`
+    setting: str = ""  # that of `CompileJob`
     name: str = ""  # of its file, once it is lowered or stored
     run: Run | None = None  # what `compiled` gave, once it was waited for
     is_new: bool = False  # whether this process compiled it
@@ -69,21 +69,21 @@ class Compilers:
         self._compare: Callable[[], None] | None = None  # of programs that run before
         self._compared: Future[None] | None = None
 
-    def begin_first(self, work: Work) -> None:
+    def begin_first(self, job: CompileJob) -> None:
         """Lower the first program, and begin to compile it.
 
         It is lowered here: another thread would take turns with this one, and both would be slow.
         """
-        program, arguments = next(work.links)
-        self._announce([program], work.setting)
+        program, arguments = next(job.links)
+        self._announce([program], job.setting)
         self.reads_cache = self._lower(program, arguments, StoredPrograms())
 
     def begin_stored(
-        self, programs: Sequence[Any], start: Start, works: Callable[[], Sequence[Work]]
+        self, programs: Sequence[Any], start: Start, jobs: Callable[[], Sequence[CompileJob]]
     ) -> bool:
         """Begin to read the programs that an earlier `start` kept. False if they are not all there.
 
-        They may be called before they are lowered. After the first call a thread lowers `works`,
+        They may be called before they are lowered. After the first call a thread lowers `jobs`,
         and compares: see `checked`. `start` keeps nothing until then, so that a process which dies
         of them is not the first of many.
         """
@@ -95,19 +95,19 @@ class Compilers:
             found = self._programs[program] = _Program(name=name)
             found.independent.set_result(True)
             found.compiled = _in_thread(partial(_load_or_call, stored, name, program))
-        self._compare = partial(self._compare_all, works, stored, start)
+        self._compare = partial(self._compare_all, jobs, stored, start)
         self.reads_cache = self.reads_stored = True
         return True
 
-    def begin(self, works: Sequence[Work], start: Start | None = None) -> None:
+    def begin(self, jobs: Sequence[CompileJob], start: Start | None = None) -> None:
         """Begin to lower and to compile what was not begun before, the very first program first.
 
         `start` keeps the names of all of them.
         """
         programs: dict[Any, _Program] = {}
-        for work in works:
-            programs |= self._announce(work.programs, work.setting)
-        lowering = _in_thread(partial(self._lower_all, works, set(programs), start))
+        for job in jobs:
+            programs |= self._announce(job.programs, job.setting)
+        lowering = _in_thread(partial(self._lower_all, jobs, set(programs), start))
         lowering.add_done_callback(partial(_pass_on, list(programs.values())))
 
     def _announce(self, programs: Sequence[Any], setting: str) -> "dict[Any, _Program]":
@@ -175,16 +175,18 @@ class Compilers:
         if deferred:
             _in_thread(partial(self._save_new, StoredPrograms()))
 
-    def _lower_all(self, works: Sequence[Work], programs: set[Any], start: Start | None) -> None:
+    def _lower_all(
+        self, jobs: Sequence[CompileJob], programs: set[Any], start: Start | None
+    ) -> None:
         """Lower each of `programs` and begin to compile it; others were begun before."""
         stored = StoredPrograms()
-        by_length = sorted(works, key=lambda work: not work.is_long)
-        rest = chain.from_iterable(work.links for work in by_length)
-        for program, arguments in chain(islice(works[0].links, 1), rest):
+        by_length = sorted(jobs, key=lambda job: not job.is_long)
+        rest = chain.from_iterable(job.links for job in by_length)
+        for program, arguments in chain(islice(jobs[0].links, 1), rest):
             if program in programs:
                 self._lower(program, arguments, stored)
         if start is not None:
-            start.write([self._programs[each].name for work in works for each in work.programs])
+            start.write([self._programs[each].name for job in jobs for each in job.programs])
         self._save_new(stored)  # after the lowering, which is waited for
 
     def _save_new(self, stored: StoredPrograms) -> None:
@@ -220,13 +222,13 @@ class Compilers:
             self._timing.append(found.compiled)
 
     def _compare_all(
-        self, works: Callable[[], Sequence[Work]], stored: StoredPrograms, start: Start
+        self, jobs: Callable[[], Sequence[CompileJob]], stored: StoredPrograms, start: Start
     ) -> None:
         """Lower every program that was called before, and compare it with what was called."""
         names = [found.name for found in self._programs.values()]
-        for work in works():
-            for program, arguments in work.links:
-                name = stored.name_of(program.lower(*arguments), work.setting)
+        for job in jobs():
+            for program, arguments in job.links:
+                name = stored.name_of(program.lower(*arguments), job.setting)
                 if name != self._programs[program].name:
                     raise StalePrograms(
                         "this run's programs are not those that an earlier start of this config "

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.compiling.ahead import Compilers, Link, Run, Work
+from jaxrl_llm.compiling.ahead import CompileJob, Compilers, Link, Run
 
 
 class Chain:
@@ -98,16 +98,16 @@ class Chain:
         return jax.tree.map(one, tree)
 
 
-def work_of(
+def job_of(
     program: Any, arguments: tuple[Any, ...], setting: str = "", *, is_long: bool = False
-) -> Work:
+) -> CompileJob:
     """The programs that are compiled for a function, a chain or one that is jitted.
 
     `setting` is that of a jitted one; a chain knows its own.
     """
     if isinstance(program, Chain):
-        return Work(program.programs, program.links(*arguments), program.setting, is_long)
-    return Work([program], iter([(program, arguments)]), setting, is_long)
+        return CompileJob(program.programs, program.links(*arguments), program.setting, is_long)
+    return CompileJob([program], iter([(program, arguments)]), setting, is_long)
 
 
 def programs_of(program: Any) -> Sequence[Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.compiling.ahead import Compilers
-from jaxrl_llm.compiling.chain import Chain, work_of
+from jaxrl_llm.compiling.chain import Chain, job_of
 from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
@@ -168,7 +168,7 @@ class Validator:
                     part = takes_part(self._mesh)
                     compile_together(self._answer, (params, *arguments), "validation", part)
                     if isinstance(self._answer, Chain):
-                        self._compilers.begin([work_of(self._answer, (params, *arguments))])
+                        self._compilers.begin([job_of(self._answer, (params, *arguments))])
                         self._compilers.wait_for_all()
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)

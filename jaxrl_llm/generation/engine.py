@@ -89,7 +89,7 @@ class GenerationOutput:
     alone: Answers | None = None  # of the rows without a group; see `generate_on_mesh`
 
 
-class Rows(NamedTuple):
+class Samples(NamedTuple):
     """Samples to generate, as `generate` takes them; of `generate_on_mesh` also [N, S, ...]."""
 
     prompts: jax.Array
@@ -400,7 +400,7 @@ def generate_on_mesh(
     stored: Layout | None = None,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
-    alone: Rows | None = None,
+    alone: Samples | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -437,7 +437,7 @@ def generate_on_mesh(
     mixed = split and spec.config.mixture is not None
     of_experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
 
-    def one_replica(params: Any, own: Rows, alone: Rows | None) -> GenerationOutput:
+    def one_replica(params: Any, own: Samples, alone: Samples | None) -> GenerationOutput:
         every, number = _joined(alone, own)
         with of_experts.for_layers() if of_experts else nullcontext():
             output = generate(
@@ -457,7 +457,7 @@ def generate_on_mesh(
         return _parted(output, alone)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
-    own = Rows(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
+    own = Samples(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
     each: Any = rows
     of_own = jax.tree.map(lambda _: each, own)._replace(seed_keys=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
@@ -472,7 +472,7 @@ def generate_on_mesh(
     )(params, own, alone)
 
 
-def _joined(alone: Rows | None, own: Rows) -> tuple[Rows, int]:
+def _joined(alone: Samples | None, own: Samples) -> tuple[Samples, int]:
     """All rows of a replica, those `alone` first, and the number of these."""
     if alone is None:
         return own, 0
@@ -485,7 +485,7 @@ def _joined(alone: Rows | None, own: Rows) -> tuple[Rows, int]:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), before, after), number
 
 
-def _parted(output: GenerationOutput, alone: Rows | None) -> GenerationOutput:
+def _parted(output: GenerationOutput, alone: Samples | None) -> GenerationOutput:
     """The responses with those of the rows `alone` in a field of their own, in their shape."""
     if alone is None:
         return output

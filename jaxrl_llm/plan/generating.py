@@ -12,7 +12,7 @@ from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
 from jaxrl_llm.generation.engine import (
     GenerationInPieces,
     GenerationOutput,
-    Rows,
+    Samples,
     compiler_options,
     generate_on_mesh,
 )
@@ -60,7 +60,7 @@ class Generation:
         settings: GenerationSettings,
         *,
         limits: Any = None,
-        alone: Rows | None = None,
+        alone: Samples | None = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
         spec, params = sampling_model(role.spec, params_of(state), self.dtype)
@@ -303,7 +303,7 @@ class ContinueResponses(ModelStage):
             fields["sample_ids"],
             replace(settings, num_slots=slots),
             limits=jnp.full(new_lengths.shape, parts.limit(version, step, longest)),
-            alone=Rows(*stacked),
+            alone=Samples(*stacked),
         )
         assert out.alone is not None
         new = _responses(out, version)

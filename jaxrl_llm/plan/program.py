@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.compiling.ahead import Compilers, Work
-from jaxrl_llm.compiling.chain import Chain, programs_of, setting_of, work_of
+from jaxrl_llm.compiling.ahead import CompileJob, Compilers
+from jaxrl_llm.compiling.chain import Chain, job_of, programs_of, setting_of
 from jaxrl_llm.compiling.stored import Start
 from jaxrl_llm.distributed.crossing import call, moved, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
@@ -89,7 +89,7 @@ class Program:
         self._traced: set[str] = set()
         self._compilers = Compilers()  # of `compile_ahead`
         self._start: Start | None = None
-        self._settings: dict[str, str] = {}  # what a segment is compiled with, see `Work`
+        self._settings: dict[str, str] = {}  # what a segment is compiled with, see `CompileJob`
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
@@ -276,7 +276,7 @@ class Program:
         for segment in self.segments:
             given, batch = batch, self._traced_batch(segment, states, batch)
             if compiles_first and not segment.is_host and jax.process_count() == 1:
-                self._compilers.begin_first(self._work(segment, states, given))
+                self._compilers.begin_first(self._job(segment, states, given))
                 compiles_first = False
         return batch
 
@@ -295,7 +295,7 @@ class Program:
         if jax.process_count() > 1:
             return False
         every = [program for each in self._compiled.values() for program in programs_of(each)]
-        return self._compilers.begin_stored(every, start, partial(self._works, states, batch))
+        return self._compilers.begin_stored(every, start, partial(self._jobs, states, batch))
 
     def compile_ahead(self, states: States, batch: Any) -> None:
         """Begin to compile every device segment, side by side in threads; `run` finds the results.
@@ -305,22 +305,22 @@ class Program:
         """
         if jax.process_count() > 1 or self._compilers.reads_stored:
             return
-        works = self._works(states, batch)
-        if works:
-            self._compilers.begin(works, self._start)
+        jobs = self._jobs(states, batch)
+        if jobs:
+            self._compilers.begin(jobs, self._start)
 
-    def _works(self, states: States, batch: Any) -> list[Work]:
-        works: list[Work] = []
+    def _jobs(self, states: States, batch: Any) -> list[CompileJob]:
+        jobs: list[CompileJob] = []
         for segment in self.segments:
             if not segment.is_host:
-                works.append(self._work(segment, states, batch))
+                jobs.append(self._job(segment, states, batch))
             batch = self._traced_batch(segment, states, batch)
-        return works
+        return jobs
 
-    def _work(self, segment: Segment, states: States, batch: Any) -> Work:
+    def _job(self, segment: Segment, states: States, batch: Any) -> CompileJob:
         arguments = self._arguments(segment, states, batch)
         compiled, setting = self._compiled[segment.name], self._settings[segment.name]
-        return work_of(compiled, arguments, setting, is_long=bool(segment.updated))
+        return job_of(compiled, arguments, setting, is_long=bool(segment.updated))
 
     def wait_for_compilers(self) -> None:
         """Wait for all programs. Requires: the device is idle."""
@@ -345,7 +345,7 @@ class Program:
     ) -> Iterator[jax.stages.Lowered]:
         """The programs that `run` dispatches for a device segment, lowered: those of a chain."""
         arguments = self._arguments(segment, states, batch)
-        for program, given in work_of(self._compiled[segment.name], arguments).links:
+        for program, given in job_of(self._compiled[segment.name], arguments).links:
             yield program.lower(*given)
 
     def compiled(self, segment: Segment) -> jax.stages.Compiled | None:

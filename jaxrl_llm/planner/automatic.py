@@ -25,7 +25,7 @@ CLOSE = 0.02  # of a step: stages that differ by less are not named as a reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Candidate:
     """A config that a run may take, its estimate, and the flags that ask for it."""
 
     config: Config
@@ -156,15 +156,15 @@ def _placements(work: Work, names: str) -> Iterator[dict[str, str]]:
 
 def _best_of_each_form(
     config: Config, choices: Sequence[tuple[Estimate, tuple[str, ...]]]
-) -> list[Choice]:
+) -> list[Candidate]:
     """The fastest choices that a run of `config` may have, and the fastest of each other form."""
-    kept: list[Choice] = []
+    kept: list[Candidate] = []
     for planned, flags in choices:
         if len(kept) > NEXT and _form(planned) in {_form(each.planned) for each in kept}:
             continue
         found = _settled(config, planned)
         if found is not None:
-            kept.append(Choice(config=found, planned=planned, flags=flags))
+            kept.append(Candidate(config=found, planned=planned, flags=flags))
     return kept
 
 
@@ -200,7 +200,7 @@ def _least_device() -> tuple[str | None, int | None]:
     return next((name for name in MEMORY if name in words), None), min(limits) or None
 
 
-def _lines(kept: Sequence[Choice], rates: Rates, known: bool, refused: str) -> list[str]:
+def _lines(kept: Sequence[Candidate], rates: Rates, known: bool, refused: str) -> list[str]:
     """The choice, the next best, why no role is apart where none may be, and the reasons."""
     whose = rates.name if known else f"{rates.name}, as this device has no data sheet here"
     lines = [f"placement=auto, by the planner with the rates of {whose}:"]

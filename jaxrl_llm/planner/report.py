@@ -19,7 +19,7 @@ from jaxrl_llm.planner.compiled import (
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, placed
 from jaxrl_llm.planner.rates import CPU, GB, Rates, rates_of
-from jaxrl_llm.planner.search import Choice, best_layouts, smallest_count
+from jaxrl_llm.planner.search import LayoutChoice, best_layouts, smallest_count
 from jaxrl_llm.planner.work import Work, work_of
 
 PER_HOST = 8  # GPUs, where nothing is said
@@ -75,8 +75,8 @@ class Report:
 
     planned: Estimate
     chosen: bool  # the mesh was searched for, as the config's has another number of devices
-    better: tuple[Choice, ...]
-    small: Choice | None  # on the fewest devices, for the scaling
+    better: tuple[LayoutChoice, ...]
+    small: LayoutChoice | None  # on the fewest devices, for the scaling
     compiled: tuple[CompiledStage, ...]
     timed: bool  # the hardware has rates
     search_seconds: float
@@ -208,7 +208,7 @@ def _best_mesh(work: Work, count: int, hosts: int, rates: Rates) -> Any:
     return min(anyway, key=lambda choice: choice.estimate.peak).estimate.devices.mesh
 
 
-def _small(work: Work, count: int, hosts: int, rates: Rates) -> Choice | None:
+def _small(work: Work, count: int, hosts: int, rates: Rates) -> LayoutChoice | None:
     if count <= PER_HOST:
         return None
     return smallest_count(work, count, max(1, count // hosts), rates)

@@ -20,7 +20,7 @@ ROW_TOKENS = (4096, 8192, 16384)  # of packed rows, where a sample fits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     """A layout with its estimate, and the flags that ask for it."""
 
     estimate: Estimate
@@ -34,7 +34,7 @@ def best_layouts(
     rates: Rates,
     *,
     settings: Sequence[Work] | None = None,
-) -> list[Choice]:
+) -> list[LayoutChoice]:
     """All layouts that fit on `count` devices, the fastest first.
 
     Remat and the rows of packed passes vary with the mesh, unless `settings` has `work` in the
@@ -54,7 +54,7 @@ def best_layouts(
 
 def _fitting(
     work: Work, meshes: Sequence[MeshConfig], forms: Sequence[Work], hosts: int, rates: Rates
-) -> list[Choice]:
+) -> list[LayoutChoice]:
     """Those of the meshes and forms that fit."""
     found = []
     for mesh in meshes:
@@ -62,13 +62,13 @@ def _fitting(
         for each in forms:
             planned = estimate(each, devices)
             if planned.fits:
-                found.append(Choice(estimate=planned, flags=_flags(work, planned)))
+                found.append(LayoutChoice(estimate=planned, flags=_flags(work, planned)))
     return found
 
 
-def _distinct(choices: list[Choice]) -> list[Choice]:
+def _distinct(choices: list[LayoutChoice]) -> list[LayoutChoice]:
     """The fastest first; of those as fast to a thousandth, the one that needs least memory."""
-    best: dict[str, Choice] = {}
+    best: dict[str, LayoutChoice] = {}
     for choice in choices:
         key = f"{choice.estimate.seconds:.3g}"
         if key not in best or choice.estimate.peak < best[key].estimate.peak:
@@ -76,7 +76,7 @@ def _distinct(choices: list[Choice]) -> list[Choice]:
     return sorted(best.values(), key=lambda choice: choice.estimate.seconds)
 
 
-def smallest_count(work: Work, most: int, per_host: int, rates: Rates) -> Choice | None:
+def smallest_count(work: Work, most: int, per_host: int, rates: Rates) -> LayoutChoice | None:
     """The best layout on the fewest devices, from 8 on, with as many prompts a device as on `most`.
 
     None where even `most` devices do not hold the work.
@@ -161,7 +161,7 @@ def _divides(model: Model, tensor: int) -> bool:
     return config.num_heads % tensor == 0 and inner % tensor == 0
 
 
-def few_settings(work: Work, choices: Sequence[Choice]) -> list[Work]:
+def few_settings(work: Work, choices: Sequence[LayoutChoice]) -> list[Work]:
     """`work` as it is, as the fastest of `choices` has it, and with least memory; each once."""
     forms = [work, _with(work, REMATS[-1], work.actor.rows.micro_batch_tokens)]
     forms += [choice.estimate.work for choice in choices[:1]]

@@ -38,7 +38,7 @@ from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
-from jaxrl_llm.supervision.communication import CommunicationReport
+from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, read_deadline
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.supervision.profiling import StepProfiler

@@ -13,7 +13,7 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.supervision.alarms import AlarmBell
 from jaxrl_llm.supervision.callbacks import Callbacks
-from jaxrl_llm.supervision.communication import CommunicationReport
+from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.watchdog import BETWEEN, Watch
 from jaxrl_llm.trainer.batches import Batches

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxrl_llm.compiling import ahead, stored
-from jaxrl_llm.compiling.ahead import Compilers, StalePrograms, Work
+from jaxrl_llm.compiling.ahead import CompileJob, Compilers, StalePrograms
 from jaxrl_llm.compiling.stored import Start, StoredPrograms, UnreadableProgram
 
 TIMEOUT_S = 20
@@ -40,7 +40,7 @@ class Lowered:
 
 
 def work(*programs, is_long=False):
-    return Work(programs, iter([(program, ()) for program in programs]), is_long=is_long)
+    return CompileJob(programs, iter([(program, ()) for program in programs]), is_long=is_long)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_known_program_runs_before_the_next_one_is_lowered(folder):
         yield b, ()
 
     compilers = Compilers()
-    compilers.begin([Work([a, b], links())])
+    compilers.begin([CompileJob([a, b], links())])
     compilers.ready(a)
     assert lowered(seen) == ["a"]
     ran.set()
@@ -178,7 +178,7 @@ def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(folder
             return self
 
     compilers = Compilers()
-    compilers.begin([Work([a, b, c], links())])
+    compilers.begin([CompileJob([a, b, c], links())])
     compilers.ready(a)
     began.set()
     known = compilers._programs[c]
@@ -218,7 +218,7 @@ def test_an_error_reaches_whoever_waits(folder):
         raise ValueError("does not fit")
 
     compilers = Compilers()
-    compilers.begin([Work([a, b, c], links())])
+    compilers.begin([CompileJob([a, b, c], links())])
     compilers.ready(a)
     for program in (b, c):
         with pytest.raises(ValueError, match="does not fit"):

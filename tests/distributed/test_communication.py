@@ -24,7 +24,7 @@ from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
 from jaxrl_llm.observability.profile import DeviceEvent
-from jaxrl_llm.supervision.communication import CommunicationReport
+from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.profiling import UNTIMED, time_collectives
 from jaxrl_llm.trainer.run import train
 

@@ -12,7 +12,7 @@ from test_generation import P, R, model, prompts
 
 from jaxrl_llm.distributed.layout import generation_layout
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.generation.engine import Rows, generate, generate_on_mesh
+from jaxrl_llm.generation.engine import Samples, generate, generate_on_mesh
 from jaxrl_llm.generation.partial_responses import (
     ResponseParts,
     Responses,
@@ -100,7 +100,9 @@ def test_responses_that_go_on_share_slots_with_new_ones(temperature):
     )
     tokens, lengths, ids = prompts(3)
     twice = [jnp.repeat(x, 2, axis=0) for x in (tokens, lengths, ids)]
-    new = Rows(twice[0], twice[1], jnp.arange(6, dtype=jnp.uint32), jax.random.key(7), None, None)
+    new = Samples(
+        twice[0], twice[1], jnp.arange(6, dtype=jnp.uint32), jax.random.key(7), None, None
+    )
     sampling = SamplingParams(max_new_tokens=R, temperature=temperature)
     settings = GenerationSettings(sampling=sampling, group=2, num_slots=4)
     # One long response and one that is over: a call of their own would leave slots idle.
@@ -108,7 +110,7 @@ def test_responses_that_go_on_share_slots_with_new_ones(temperature):
     keys = jax.random.split(jax.random.key(8), 3)
     going = jnp.where(jnp.arange(3) == 1, 0, lengths)
     limits, begun = jnp.array([R, R, 2]), jnp.array([1, 0, 2])
-    alone = Rows(older, going, ids, keys, limits, begun)
+    alone = Samples(older, going, ids, keys, limits, begun)
     new = new._replace(limits=jnp.array([1, 2, R, 1, 3, R]))
 
     @jax.jit

@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/dpo.py
 
-The model of `ppo.py` learns the format by a short supervised warm-up; then direct preference
-optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) teaches it to prefer right
-answers to wrong ones, with the warmed-up model as its reference. Your own pairs, rows of prompt,
+The model of `ppo.py` learns the format by a short supervised warm-up. Direct preference
+optimisation (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) then teaches it to prefer
+right answers to wrong ones. The reference is the warmed-up model. Your own pairs, rows of prompt,
 chosen and rejected: --config.data.train_files=[pairs.jsonl], and the same for val_files.
 Other forms: --config.algorithm.form=robust|hinge|ipo|sigmoid_norm.
 """

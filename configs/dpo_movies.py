@@ -3,12 +3,12 @@
 python scripts/prepare_data.py movie_preferences --output=movie_preferences
 python scripts/train.py --config=configs/dpo_movies.py
 
-The first command takes 18,010 pairs for training and 1,998 held-out ones, of other sentences, from
-the package index (Hutto and Gilbert 2014), with a tokenizer of 2048 tokens. A model of half a
-million parameters begins at random weights, which are also its reference, so that its implicit
-reward (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) is all that it learns. The same
-data under another algorithm: --config.algorithm=simpo (ipo, orpo, cpo, kto; kto takes the pairs
-apart), then its own settings (orpo: --config.algorithm.beta=10).
+The first command takes pairs from the package index (Hutto and Gilbert 2014), with a tokenizer of
+2048 tokens: 18,010 for training and 1,998 held-out ones, of other sentences. A model of half a
+million parameters begins at random weights, which are also its reference. So its implicit reward
+(Rafailov et al. 2023, https://arxiv.org/abs/2305.18290) is all that it learns. The same data under
+another algorithm: --config.algorithm=simpo (ipo, orpo, cpo, kto; kto takes the pairs apart), then
+its own settings (orpo: --config.algorithm.beta=10).
 """
 
 from jaxrl_llm import config as c

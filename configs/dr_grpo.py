@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/dr_grpo.py
 
-GRPO without the two things that bias it (Liu et al. 2025, https://arxiv.org/abs/2503.20783): the
-advantage is not divided by the group's std, and a response's loss is divided by a constant length
-and not by its own. No KL, so no reference model.
+GRPO without the two things that bias it (Liu et al. 2025, https://arxiv.org/abs/2503.20783). The
+advantage is not divided by the group's std. A response's loss is divided by a constant length, not
+by its own. There is no KL, so no reference model.
 """
 
 from dataclasses import replace

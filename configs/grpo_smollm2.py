@@ -4,10 +4,10 @@ python scripts/prepare_model.py smollm2 --output=smollm2
 python scripts/train.py --config=configs/grpo_smollm2.py
 
 The task of configs/ppo_smollm2.py without its critic (Shao et al. 2024,
-https://arxiv.org/abs/2402.03300), in the paper's form: each response weighs the same whatever its
-length, and a penalty holds the policy near the model that it began as (k3 without verl's clamps,
-past which a token has no gradient). Every setting is one that TRL's GRPOTrainer has too, so the two
-can be run side by side on the same prompts:
+https://arxiv.org/abs/2402.03300). As in the paper, each response weighs the same whatever its
+length. A KL penalty holds the policy near the model that it began as. It is k3 without verl's
+clamps, past which a token has no gradient. TRL's GRPOTrainer has every setting too, so the two can
+be run side by side on the same prompts:
 
 python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] --output=curves.jsonl
 """

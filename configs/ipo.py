@@ -2,8 +2,8 @@
 
 python scripts/train.py --config=configs/ipo.py
 
-The run of `dpo.py` under the loss of Azar et al. 2023 (https://arxiv.org/abs/2310.12036): the
-log-ratio of chosen and rejected, averaged over their tokens, is drawn to 1 / (2 beta) and no
+The run of `dpo.py` under the loss of Azar et al. 2023 (https://arxiv.org/abs/2310.12036). The
+log-ratio of chosen and rejected is averaged over their tokens. It is drawn to 1 / (2 beta) and no
 further.
 """
 

@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/orpo.py
 
-One training instead of two: the likelihood of the right answers teaches the task while an odds
-ratio pushes the wrong ones away, without a warm-up and without a reference model (Hong et al. 2024,
-https://arxiv.org/abs/2403.07691).
+One training instead of two (Hong et al. 2024, https://arxiv.org/abs/2403.07691). The likelihood of
+the right answers teaches the task, while an odds ratio pushes the wrong ones away. There is no
+warm-up and no reference model.
 """
 
 from dataclasses import replace

@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/ppo_mixed_reward.py
 
-The reward model of `ppo_reward_model.py` judges the answer, a rule asks whether it is right, and
-the reward is the rule's plus half of the model's score (several rewards, weighted: Touvron et al.
-2023, https://arxiv.org/abs/2307.09288, section 3.2).
+The reward model of `ppo_reward_model.py` judges the answer, and a rule asks whether it is right.
+The reward is the rule's plus half of the model's score. Llama 2 weighted several rewards so
+(Touvron et al. 2023, https://arxiv.org/abs/2307.09288, section 3.2).
 """
 
 from dataclasses import replace

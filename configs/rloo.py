@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/rloo.py
 
-REINFORCE with leave-one-out baselines (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740): a
-sample's reward, less its KL to the warmed-up model, against the mean of the others that answer the
-same prompt.
+REINFORCE with leave-one-out baselines (Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740). A
+sample's reward, less its KL to the warmed-up model, is compared with the mean of the others that
+answer the same prompt.
 """
 
 from dataclasses import replace

@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/simpo.py
 
-The warm-up and the pairs of `dpo.py`; then the mean log-prob of an answer's tokens is its reward,
-which must be larger for the right one by a margin, and no reference model takes part (Meng et al.
-2024, https://arxiv.org/abs/2405.14734).
+The warm-up and the pairs are those of `dpo.py`. The mean log-prob of an answer's tokens is its
+reward (Meng et al. 2024, https://arxiv.org/abs/2405.14734). That of the right answer must be larger
+by a margin. There is no reference model.
 """
 
 from dataclasses import replace

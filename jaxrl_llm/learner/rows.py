@@ -5,8 +5,8 @@ samples as fit into its tokens. A prompt that several of them answer is in it on
 response sees the prompt and itself. Results of response tokens come back as [B, R], in the order of
 the samples, in both cases. So no loss depends on the kind of row.
 
-Strict rows (`align` is given) have the form in which generation computes a sample: the prompt but
-its last token is one run of tokens, and its last token begins the run of the response. The last
+Strict rows (`align` is given) have the form in which generation computes a sample. The prompt
+without its last token is one run of tokens. That token begins the run of the response. The last
 token of the response is in no run, because it predicts nothing. Runs begin at multiples of `align`,
 so that attention adds up the same blocks of keys in every row.
 

@@ -528,8 +528,8 @@ class _Progress:
     """How far a step has come: states, batch and metrics, and the segment in flight on each mesh.
 
     What a segment gives is taken over when it is waited for, in an order that no clock decides.
-    The clock of a segment stops when its results are there. On one mesh the caller waits for them:
-    a segment that ran at the same time as a host stage is waited for after it, and its time is the
+    The clock of a segment stops when its results are there. On one mesh the caller waits for them.
+    A segment that ran at the same time as a host stage is waited for after it. Its time is then the
     longer of the two. With several meshes a thread waits.
     """
 

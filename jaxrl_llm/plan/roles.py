@@ -221,7 +221,7 @@ def make_role(
     """Place a model on the mesh; ValueError when a dim does not divide its mesh axes.
 
     `phases` has the sizes of the pipeline, and the tensor sizes of generation and of passes without
-    a gradient; 0 or None takes the model's own, or else the mesh's. `exact` chooses attention whose
+    a gradient. 0 or None takes the model's own, or else the mesh's. `exact` chooses attention whose
     gradient has the same bits in every run. `strict` is for roles whose log-probs are compared with
     the sampler's.
     """

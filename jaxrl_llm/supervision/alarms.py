@@ -217,9 +217,9 @@ class Growth(Watcher):
 class Hacking(Watcher):
     """Held-out scores fall while the training reward rises.
 
-    An entry is [held-out score or None, reward or None] of a step; the history has one of
-    [held-out score, mean reward since the held-out score before] for each validation: the best, the
-    three last ones, and then the steps since.
+    An entry of a step is [held-out score or None, reward or None]. One of a validation is
+    [held-out score, mean reward since the held-out score before]. The history has those of the best
+    validation and of the three last ones, then those of the steps since.
     """
 
     reward: str = "critic/score/mean"

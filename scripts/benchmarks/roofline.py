@@ -31,7 +31,7 @@ class Limits:
 # Measured through JAX on one H200: HBM read; 8192^3 GEMM (bf16 NT 695, NN 726; float8 NT 1372 with
 # operands already converted); bytes into each of four devices in an all-gather. 790 TFLOP/s is an
 # estimate of the dense rate at the clock of long matmuls. A run's `perf/mfu` uses the data sheet's
-# 989 (`models/flops.py`).
+# 989 (`distributed/hardware.py`).
 H200 = Limits(memory=4.46e12, matmul=700e12, matmul_float8=1372e12, peak=790e12, link=273e9)
 # One H100 80GB: a sum of 8.6 GB; the same GEMM for nine seconds (bf16 NT and NN 701, float8 NT
 # 1310; bf16 820 in the first 0.1 s). It is the same chip, so `peak` and `link` are the H200's.

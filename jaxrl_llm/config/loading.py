@@ -11,8 +11,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxrl_llm.config.rules.check import check
-from jaxrl_llm.config.schema import Config
-from jaxrl_llm.references import is_file, load_file, nearest, nearest_file, reason, shown, where
+from jaxrl_llm.config.schema import Config, run_folder
+from jaxrl_llm.references import (
+    exists,
+    is_file,
+    load_file,
+    nearest,
+    nearest_file,
+    reason,
+    shown,
+    where,
+)
 from jaxrl_llm.typed_records.messages import ConfigError, explain
 from jaxrl_llm.typed_records.overrides import apply_override
 from jaxrl_llm.typed_records.record import validate
@@ -26,6 +35,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 CONFIGS = "jaxrl_llm.configs"  # the packaged configs
+CONFIG = "config.json"  # of a run
+BEGUN = ("metrics.jsonl", "checkpoints")  # either is in the folder of a run that has begun
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
 
@@ -36,7 +47,7 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
     "grpo", or the folder or config.json of a run. An override is a dotted key with its value: text
     as on the command line, or a Python value, as in {"actor.optimizer.learning_rate": 1e-5}.
 
-    Guarantees: a warm-up of no steps is None.
+    Guarantees: a warm-up of no steps is None. The folder of a run is where it is found.
     Raises: ConfigError, with a value or key that works.
     """
     found = config if isinstance(config, Config) else open_config(config)
@@ -109,8 +120,8 @@ def open_config(path: str | Path) -> Config:
     file = Path(path).expanduser()
     if path in packaged_configs():
         return importlib.import_module(f"{CONFIGS}.{path}").get_config()
-    if is_file(file / "config.json"):
-        file /= "config.json"
+    if is_file(file / CONFIG):
+        file /= CONFIG
     if not is_file(file):
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
         known = f"packaged configs: {', '.join(packaged_configs())}"
@@ -118,10 +129,30 @@ def open_config(path: str | Path) -> Config:
     if file.suffix != ".json":
         return _run(file, path)
     try:
-        return from_json(file.read_text(encoding="utf-8"))
+        found = from_json(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         works = "give a Python file with get_config(), or the folder of another run"
         raise ConfigError(f"{file} is no JSON text: {error}; {works}") from None
+    return _where_it_is(found, file.parent) if file.name == CONFIG else found
+
+
+def _where_it_is(config: Config, folder: Path) -> Config:
+    """The config of the run in `folder`, which may have been moved, copied, or begun elsewhere.
+
+    Its own `run_dir` would be another run, or a new one. A log line says which folder is used.
+    """
+    stored = run_folder(config)
+    if stored.resolve() == folder.resolve() or not any(exists(folder / name) for name in BEGUN):
+        return config
+    _log.warning(
+        "the run is in %s, and its %s names the folder %s: it goes on in %s; to begin another run "
+        "like it, give --config.run_dir=FOLDER",
+        folder,
+        CONFIG,
+        stored,
+        folder,
+    )
+    return replace(config, run_dir=str(folder))
 
 
 def _run(file: Path, path: str) -> Config:

@@ -9,9 +9,7 @@ import inspect
 import json
 import os
 import platform
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +25,14 @@ from jaxrl_llm.evaluation.answer_settings import AnswerSettings, StreamSettings,
 from jaxrl_llm.launch import library
 from jaxrl_llm.launch.command_line import Parser, read_config
 from jaxrl_llm.launch.convert_config import convert_config
+from jaxrl_llm.launch.outputs import (
+    DOCTOR,
+    PAGE,
+    PLAN,
+    check_folder,
+    check_other_files,
+    check_parent,
+)
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
@@ -40,7 +46,6 @@ from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
 
 MOVIES = "movie_preferences"
-DOCTOR_BYTES = 10**9  # free space that the doctor asks for; its file has an eighth of it
 
 
 def train(argv: list[str]) -> int:
@@ -119,7 +124,7 @@ def generate(argv: list[str]) -> int:
         raise ConfigError("--prompts=FILE and --output=FILE belong together")
     if flags.prompts is not None:
         resolve_files(flags.prompts)
-        _check_parent("--output", flags.output)
+        check_parent("--output", flags.output)
         if flags.output.exists():
             raise ConfigError(f"--output={flags.output} exists; give a new file")
     how = read_settings(AnswerSettings, _sampling(flags, "n", "batch_size"), "--")
@@ -430,7 +435,8 @@ def report(argv: list[str]) -> int:
     if flags.serve:
         return _serve(flags.runs, flags.port)
     output = flags.output or (flags.runs[0] if len(flags.runs) == 1 else Path()) / REPORT
-    _check_parent("--output", output)
+    check_parent("--output", output)
+    check_other_files("--output", output, PAGE)
     print(f"wrote {write_page(open_runs(flags.runs), output)}")
     return 0
 
@@ -467,9 +473,10 @@ def doctor(argv: list[str]) -> int:
     flags = parser.read(argv)
     if flags.json is not None and flags.json.is_dir():
         raise ConfigError(f"--json={flags.json} is a folder; give a file such as doctor.json")
-    _check_folder("--folder", flags.folder)
+    check_folder("--folder", flags.folder)
     if flags.json is not None:
-        _check_folder("the folder of --json", flags.json.parent)
+        check_folder("the folder of --json", flags.json.parent)
+        check_other_files("--json", flags.json, DOCTOR)
     prepare_jax(num_cpu_devices=flags.devices)
     join_processes()
     from jaxrl_llm.distributed.multihost import is_main
@@ -536,7 +543,8 @@ def plan(argv: list[str]) -> int:
         raise ConfigError("--lengths already says what --prompt_tokens and --response_tokens say")
     lengths = () if flags.lengths is None else lengths_in(flags.lengths)
     if flags.json is not None:
-        _check_parent("--json", flags.json)
+        check_parent("--json", flags.json)
+        check_other_files("--json", flags.json, PLAN)
     on_cpu = flags.hardware == CPU
     prepare_jax(num_cpu_devices=(flags.devices or config.mesh.num_devices) if on_cpu else 1)
     from jaxrl_llm.planner.report import Request, lines, make_report
@@ -574,30 +582,6 @@ def completion(argv: list[str]) -> int:
     flags = parser.read(argv)
     print(script(flags.shell, {name: fn.__doc__ or "" for name, fn in COMMANDS.items()}), end="")
     return 0
-
-
-def _check_parent(flag: str, file: Path) -> None:
-    """ConfigError unless `file` can be made."""
-    if file.is_dir():
-        raise ConfigError(f"{flag}={file} is a folder; give a file such as {file}/report.json")
-    if not file.parent.is_dir():
-        raise ConfigError(f"{flag}={file}: there is no folder {file.parent}")
-
-
-def _check_folder(flag: str, folder: Path) -> None:
-    """Make `folder` if it is missing; ConfigError unless it can be written and has room."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"{flag}, {folder}, cannot be written: {error.strerror}. Give another folder"
-        ) from None
-    if (free := shutil.disk_usage(folder).free) < DOCTOR_BYTES:
-        raise ConfigError(
-            f"{flag}, {folder}, has {free / 1e9:.1f} GB free, and the doctor asks for 1 GB. Delete "
-            f"old runs, or give a folder on another disk"
-        )
 
 
 def _count(text: str) -> int:

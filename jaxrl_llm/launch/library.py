@@ -25,10 +25,11 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.launch import arguments
+from jaxrl_llm.launch.outputs import ANSWERS, EVALUATION, check_writable
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
-from jaxrl_llm.references import is_file, is_folder
+from jaxrl_llm.references import is_file
 
 if TYPE_CHECKING:  # these import jax
     from jaxrl_llm.evaluation.answering import OpenModel
@@ -177,9 +178,13 @@ def evaluate(
             "config.data has no validation data: set --config.data.val_files=[FILE] or "
             "--config.data.val_tasks=[chain_sum]"
         )
-    for name, file in (("output", output), ("answers", answers)):
+    taken = {os.path.realpath(file): f"data, {file}" for file in data.val_files}
+    for name, file, begins in (("output", output, EVALUATION), ("answers", answers, ANSWERS)):
         if file is not None:
-            _check_writable(f"--{name}={file}", arguments.a_path(name, file))
+            check_writable(f"--{name}", arguments.a_path(name, file), begins)
+            if other := taken.get(os.path.realpath(file)):
+                raise ConfigError(f"--{name}={file} is the file of the {other}; give another")
+            taken[os.path.realpath(file)] = f"flag --{name}"
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
     config = on_one_group(config, fit_mesh(config.mesh))
@@ -195,20 +200,6 @@ def evaluate(
         _write(output, json.dumps(report, indent=2) + "\n")
         _write(answers, "".join(map(to_line, rows)))
     return report
-
-
-def _check_writable(what: str, file: Path) -> None:
-    """Make the folder of `file`. ConfigError where it cannot be written, before it is needed."""
-    if is_folder(file):
-        raise ConfigError(f"{what} is a folder; give a file in it")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{what}: the folder {file.parent} cannot be made ({error.strerror}); give another"
-        ) from None
-    if not os.access(file if is_file(file) else file.parent, os.W_OK):
-        raise ConfigError(f"{what} cannot be written; give another file")
 
 
 def _write(file: str | Path | None, text: str) -> None:

@@ -1,0 +1,80 @@
+"""A command replaces what it wrote before, and no other file."""
+
+import json
+
+import pytest
+
+import jaxrl_llm as rl
+from jaxrl_llm.config import ConfigError, load_config, to_json
+from jaxrl_llm.launch import commands, outputs
+from jaxrl_llm.launch.outputs import check_other_files
+
+# The first lines of what the commands write.
+WRITTEN = {
+    outputs.PAGE: "<!doctype html>\n<html>",
+    outputs.EVALUATION: json.dumps({"model": "runs/ppo", "config": "ppo", "metrics": {}}, indent=2),
+    outputs.ANSWERS: '{"index":0,"data_source":"sums","row":0}\n',
+    outputs.PLAN: json.dumps({"name": "ppo", "devices": 8, "placement": {}}, indent=2),
+    outputs.DOCTOR: json.dumps({"versions": {"jax": "0.11"}, "devices": []}, indent=2),
+}
+OTHERS = {
+    "config.json": to_json(load_config("ppo")),
+    "metrics.jsonl": '{"training/global_step":0,"critic/score/mean":0.5}\n',
+    "train.jsonl": '{"prompt": "1+1=", "ground_truth": "2"}\n',
+    "model.safetensors": "\x80\x00",
+}
+
+
+@pytest.mark.parametrize("begins", WRITTEN)
+def test_a_command_replaces_its_own_file_alone(tmp_path, begins):
+    file = tmp_path / "file"
+    for text in ("", WRITTEN[begins]):
+        file.write_text(text)
+        check_other_files("--output", file, begins)
+    theirs = [text for other, text in WRITTEN.items() if other != begins]
+    for text in [*OTHERS.values(), *theirs]:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"--output=.*file exists, .*give a new file"):
+            check_other_files("--output", file, begins)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder that looks like a run's, and what each of its files holds."""
+    for name, text in OTHERS.items():
+        (tmp_path / name).write_text(text)
+    yield tmp_path
+    assert all((tmp_path / name).read_text() == text for name, text in OTHERS.items())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "{run}", "--output={run}/config.json"],
+        ["report", "{run}", "--output={run}/metrics.jsonl"],
+        ["plan", "--config=ppo", "--quick", "--json={run}/config.json"],
+        ["doctor", "--folder={run}", "--json={run}/config.json"],
+    ],
+)
+def test_files_of_a_run_are_never_replaced(run, words):
+    name, *flags = [word.format(run=run) for word in words]
+    with pytest.raises(ConfigError, match="this command did not write it"):
+        commands.COMMANDS[name](flags)
+
+
+def test_an_evaluation_keeps_its_data_and_both_of_its_files(run):
+    data = str(run / "train.jsonl")
+    given = {"model": "owner/name", "config": "ppo", "overrides": {"data.val_files": [data]}}
+    with pytest.raises(ConfigError, match=r"--answers=.*train\.jsonl exists"):
+        rl.evaluate(**given, answers=data)
+    with pytest.raises(ConfigError, match=r"--output=.*config\.json exists"):
+        rl.evaluate(**given, output=run / "config.json")
+    new = run / "new.json"
+    with pytest.raises(ConfigError, match=r"--answers=.*is the file of the flag --output"):
+        rl.evaluate(**given, output=new, answers=new)
+    # Answers are data of another evaluation.
+    earlier = run / "answers.jsonl"
+    earlier.write_text(WRITTEN[outputs.ANSWERS])
+    given["overrides"] = {"data.val_files": [str(earlier)]}
+    with pytest.raises(ConfigError, match=r"--answers=.*is the file of the data"):
+        rl.evaluate(**given, answers=earlier)

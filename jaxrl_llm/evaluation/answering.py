@@ -35,6 +35,8 @@ from jaxrl_llm.types import Completion, Prompt
 FEWEST_TOKENS = 16  # of a row of prompts; rows have powers of two, so that few programs are needed
 STREAMED = 4  # tokens of a piece of an answer that is shown while it is made
 
+THE_PROMPT = "the prompt"  # the name of one that is alone
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -84,7 +86,10 @@ class OpenModel:
         """
         how = read_settings(AnswerSettings, settings, "generate")
         given = [prompts] if isinstance(prompts, str) else prompts_in(prompts)
-        read = [read_prompt(prompt, self.tokenizer, chat=how.chat) for prompt in given]
+        many = len(given) > 1
+        names = [f"prompt {i}" if many else THE_PROMPT for i in range(len(given))]
+        read = read_prompts(given, self.tokenizer, chat=how.chat, names=names)
+        check_lengths(self, read, names)
         return [answer for batch in complete(self, read, how) for answer in batch]
 
     def stream(self, prompt: str | Messages, **settings: Unpack[StreamKeys]) -> Iterator[str]:
@@ -94,7 +99,8 @@ class OpenModel:
             `batch_size`, and raises what it raises.
         """
         how = read_settings(StreamSettings, settings, "stream")
-        read = read_prompt(prompt, self.tokenizer, chat=how.chat)
+        (read,) = read_prompts([prompt], self.tokenizer, chat=how.chat, names=[THE_PROMPT])
+        check_lengths(self, [read], [THE_PROMPT])
         yield from _stream(self, read, sampling_params(self, how), how.seed)
 
 
@@ -137,6 +143,35 @@ def prompts_in(given: Any) -> list[Any]:
     return prompts
 
 
+def read_prompts(
+    prompts: Sequence[str | Messages],
+    tokenizer: Tokenizer,
+    *,
+    chat: bool | None = None,
+    names: Sequence[str],
+) -> list[Prompt]:
+    """Each prompt as `read_prompt` reads it. ConfigError names the one that cannot be read."""
+    read = []
+    for name, prompt in zip(names, prompts, strict=True):
+        try:
+            read.append(read_prompt(prompt, tokenizer, chat=chat))
+        except ValueError as error:
+            where = "" if name == THE_PROMPT else f"{name}: "
+            raise ConfigError(f"{where}{error}") from None
+    return read
+
+
+def check_lengths(model: OpenModel, prompts: Sequence[Prompt], names: Sequence[str]) -> None:
+    """Raises: ConfigError that names the first prompt that leaves no position of the model."""
+    positions = model.spec.config.max_position_embeddings
+    for name, prompt in zip(names, prompts, strict=True):
+        if len(prompt.token_ids) >= positions:
+            raise ConfigError(
+                f"{name} has {len(prompt.token_ids)} tokens and the model {positions} positions; "
+                "give a shorter prompt"
+            )
+
+
 def read_prompt(
     prompt: str | Messages, tokenizer: Tokenizer, *, chat: bool | None = None
 ) -> Prompt:
@@ -169,7 +204,8 @@ def complete(
 
     An answer also ends with the tokenizer's stop ids, and where the model has no more positions.
     Sample i of the first prompt is the same whatever `n` is.
-    ValueError for a prompt that leaves no position.
+
+    Requires: each prompt leaves a position (`check_lengths`).
     """
     sampling = _for_model(model, prompts, sampling_params(model, how))
     rows, longest = min(how.batch_size, len(prompts)), _longest(model, prompts, sampling)
@@ -193,13 +229,8 @@ def _for_model(
 ) -> SamplingParams:
     """`sampling` with the tokenizer's stop ids, and a limit that the shortest prompt leaves."""
     positions = model.spec.config.max_position_embeddings
-    lengths = [len(prompt.token_ids) for prompt in prompts] or [0]
-    if max(lengths) >= positions:
-        raise ValueError(
-            f"the prompt has {max(lengths)} tokens and the model {positions} positions; give a "
-            "shorter prompt"
-        )
-    limit = min(sampling.max_new_tokens, positions - min(lengths))
+    shortest = min((len(prompt.token_ids) for prompt in prompts), default=0)
+    limit = min(sampling.max_new_tokens, positions - shortest)
     return replace(sampling, stop_token_ids=model.tokenizer.stop_ids, max_new_tokens=limit)
 
 

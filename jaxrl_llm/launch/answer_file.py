@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.data.sources import BadRow, read_rows
+from jaxrl_llm.data.sources import BadRow, RawRow, read_rows
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answer_settings import AnswerSettings
-from jaxrl_llm.evaluation.answering import Answer, OpenModel, complete, read_prompt
+from jaxrl_llm.evaluation.answering import Answer, OpenModel, check_lengths, complete, read_prompts
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
+ANSWER_COLUMNS = ("responses", "finished")
+TOKEN_COLUMNS = ("tokens", "logprobs")  # with `logprobs`
 
 
 def answer_file(
@@ -29,22 +31,29 @@ def answer_file(
     `responses` and `finished`; with `logprobs` also the tokens and log-probs of each response.
     Each batch is written when it is done.
 
-    Raises: ConfigError for a row without a prompt, before any is answered.
+    Raises: ConfigError for a row without a prompt, with one that is too long, or with a column
+        that the answers would replace; before `output` is made.
     """
-    rows = list(prompt_rows(prompts))
-    read = [read_prompt(prompt, model.tokenizer, chat=how.chat) for _, prompt in rows]
+    found = list(prompt_rows(prompts))
+    if not found:
+        raise ConfigError(f"--prompts={prompts} has no row; give a file with prompts")
+    rows, given = [row for row, _ in found], [prompt for _, prompt in found]
+    names = [f"{row.source} row {row.row}" for row in rows]
+    _check_columns(rows, (*ANSWER_COLUMNS, *(TOKEN_COLUMNS if logprobs else ())))
+    read = read_prompts(given, model.tokenizer, chat=how.chat, names=names)
+    check_lengths(model, read, names)
     done = 0
     with open(output, "x", encoding="utf-8") as file:
         for batch in complete(model, read, how):
-            for (row, _), answer in zip(rows[done:], batch, strict=False):
-                _write(file, row, answer, logprobs)
+            for row, answer in zip(rows[done:], batch, strict=False):
+                _write(file, row.data, answer, logprobs)
             file.flush()
             done += len(batch)
             print(f"{done}/{len(rows)} prompts answered", file=sys.stderr, flush=True)
     return done
 
 
-def prompt_rows(prompts: str) -> Iterator[tuple[dict[str, Any], str | Sequence[Any]]]:
+def prompt_rows(prompts: str) -> Iterator[tuple[RawRow, str | Sequence[Any]]]:
     """Each row of the files that a pattern names, and its prompt."""
     for file in resolve_files(prompts):
         for row in read_rows(file):
@@ -57,7 +66,16 @@ def prompt_rows(prompts: str) -> Iterator[tuple[dict[str, Any], str | Sequence[A
                     f"{row.source} row {row.row} has no column {', '.join(PROMPT_COLUMNS[:-1])} or "
                     f"{PROMPT_COLUMNS[-1]} with text or messages; its columns: {have}"
                 )
-            yield row.data, found
+            yield row, found
+
+
+def _check_columns(rows: Sequence[RawRow], ours: Sequence[str]) -> None:
+    for row in rows:
+        if taken := [name for name in ours if name in row.data]:
+            raise ConfigError(
+                f"{row.source} row {row.row} has the column {taken[0]}, which the answers would "
+                "replace; rename or drop it"
+            )
 
 
 def _write(file: IO[str], row: dict[str, Any], answer: Answer, logprobs: bool) -> None:

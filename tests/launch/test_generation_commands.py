@@ -102,6 +102,46 @@ def test_mistakes_are_named(folder, tmp_path, flags, message):
     assert not names["new"].exists()
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [{"prompt": "hi"}, {"prompt": "x" * 5000}],
+            r"rows\.jsonl row 1 has \d+ tokens and the mod",
+        ),
+        (
+            [{"prompt": "hi"}, {"prompt": [{"role": "user"}]}],
+            r"rows\.jsonl row 1: .*neither a text",
+        ),
+        ([{"prompt": "hi"}, {"prompt": "\ud800"}], r"rows\.jsonl row 1: .*surrogate"),
+        (
+            [{"prompt": "hi", "finished": 1}],
+            r"rows\.jsonl row 0 has the column finished, which the",
+        ),
+        ([{"prompt": "hi", "tokens": 1}], "row 0 has the column tokens, which the answers would"),
+        ([], r"--prompts=.*rows\.jsonl has no row"),
+    ],
+)
+def test_a_row_that_cannot_be_answered_is_named_before_a_file_is_made(
+    folder, tmp_path, rows, message
+):
+    """So the same command works once the row is right."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [f"--model={folder}", f"--prompts={tmp_path / 'rows.jsonl'}", "--logprobs"]
+    with pytest.raises(rl.ConfigError, match=message):
+        commands.generate([*flags, f"--output={tmp_path / 'new.jsonl'}"])
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_one_of_several_prompts_is_named(model):
+    with pytest.raises(rl.ConfigError, match=r"^prompt 1 has \d+ tokens"):
+        model.generate(["hi", "x" * 5000])
+    with pytest.raises(rl.ConfigError, match=r"^prompt 1: the prompt 3 is neither a text"):
+        model.generate(["hi", 3])
+    with pytest.raises(rl.ConfigError, match=r"^the prompt has \d+ tokens"):
+        model.generate("x" * 5000)
+
+
 # ------------------------------------------------------------------------- chat
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.command_line import Parser
-from jaxrl_llm.references import nearest_file
+from jaxrl_llm.references import is_file, nearest_file
 
 LIBRARIES = ("verl", "trl")
 
@@ -69,6 +69,8 @@ def _script(file: Path | None, words: list[str]) -> tuple[str, list[str]]:
     if file is None:
         if not words:
             raise ConfigError("the command line is missing: give it in quotes, or --file=FILE")
+        if is_file(words[0]):
+            raise ConfigError(f"{words[0]} is a file, not a command line: give --file={words[0]}")
         return words[0] if len(words) == 1 else " ".join(words), []
     if not file.is_file():
         raise ConfigError(f"there is no file {file}{nearest_file(file)}")

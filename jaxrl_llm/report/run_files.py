@@ -64,8 +64,8 @@ def open_runs(folders: Sequence[Path]) -> list[RunFiles]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run."""
-    return (folder / METRICS).exists() or (folder / CONFIG).exists()
+    """Whether a folder has the files of a run. A model has a config.json as well."""
+    return (folder / METRICS).exists() or "total_steps" in _object_in(folder / CONFIG)
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -94,6 +94,7 @@ def test_a_name_that_lost_an_unknown_part_is_noted(tmp_path, capsys, monkeypatch
         (["--from=trl", "--outptu=a.py", DPO], "did you mean '--output'"),
         (["--from=trl", "--output=nowhere/a.py", DPO], "there is no folder nowhere"),
         (["--from=verl", DPO], "no command of the library is in it"),
+        (["--from=verl", __file__], f"is a file, not a command line: give --file={__file__}"),
     ],
 )
 def test_bad_flags_name_the_remedy(argv, message, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from written_run import A_STEP, ATTACKS, STEPS, lines, metrics, sample, write_ru
 from jaxrl_llm.report import html, refresher, samples
 from jaxrl_llm.report.curves import Curve, MetricsFile
 from jaxrl_llm.report.refresher import ReportRefresher
-from jaxrl_llm.report.run_files import RunFiles, open_runs
+from jaxrl_llm.report.run_files import RunFiles, is_run, open_runs
 from jaxrl_llm.report.samples import Trace, first_line_of, last_step, rows_at, spread
 from jaxrl_llm.report.server import ReportServer
 
@@ -314,3 +314,10 @@ def test_a_mistake_is_one_message(tmp_path, words, message):
     write_run(tmp_path / "run")
     done = jaxrl(*words, folder=tmp_path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_is_no_run_and_gets_no_page(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not is_run(tmp_path)
+    (tmp_path / "config.json").write_text('{"total_steps": 1}')
+    assert is_run(tmp_path)

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -41,6 +42,22 @@ def check_path(path: str) -> None:
         raise ValueError(f"there is no module {module.partition('.')[0]!r}: {HOW}")
 
 
+def file_of(path: str) -> Path | None:
+    """The file of the function that `path` names; None where that is not known. Runs no code."""
+    module, _ = split_path(path)
+    if module.endswith(".py"):
+        file = Path(module).expanduser()
+        return file if is_file(file) else None
+    top, *parts = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return None
+    places = [Path(place, *parts) for place in spec.submodule_search_locations or ()]
+    files = [file for p in places for file in (p.with_suffix(".py"), p / "__init__.py")]
+    files += [] if parts else [Path(spec.origin or "")]
+    return next(filter(is_file, files), None)
+
+
 def load(path: str) -> Any:
     """Import what `path` names. ValueError, with the nearest name, when that fails."""
     module_name, name = split_path(path)
@@ -65,13 +82,17 @@ def load(path: str) -> Any:
 
 
 def load_file(file: Path, *, again: bool = False) -> ModuleType:
-    """Import a Python file, once a process unless `again`. ValueError, with the line, if it fails.
+    """Import a Python file, once a process unless `again` or changed since.
 
     The folder of the file joins the end of sys.path, so that it can import its neighbours.
+
+    Raises: ValueError, with the line, if it fails.
     """
     file = file.resolve()
-    # The checksum keeps files of one name apart. Dataclasses look themselves up under this name.
-    module_name = f"jaxrl_llm_user_{file.stem}_{zlib.crc32(str(file).encode()):x}"
+    # The checksums keep files of one name apart, and a file that was edited, as in a notebook.
+    # Dataclasses look themselves up under this name.
+    path, text = zlib.crc32(os.fsencode(file)), zlib.crc32(file.read_bytes())
+    module_name = f"jaxrl_llm_user_{file.stem}_{path:x}_{text:x}"
     if module_name in sys.modules and not again:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)

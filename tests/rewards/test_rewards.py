@@ -186,6 +186,17 @@ def test_load_function_names_the_remedy(tmp_path):
         load_function(f"{broken}:fn")
 
 
+def test_a_file_that_was_edited_is_loaded_again(tmp_path):
+    """A notebook edits its file between two trainings, and the old function would train on."""
+    file = tmp_path / "edited.py"
+    file.write_text("class Held: ...\ndef grade(): return 1\n")
+    first = load_function(f"{file}:grade")
+    held = load_function(f"{file}:Held")
+    assert load_function(f"{file}:grade") is first and load_function(f"{file}:Held") is held
+    file.write_text("def grade(): return 1 + 1\n")
+    assert (first(), load_function(f"{file}:grade")()) == (1, 2)
+
+
 def test_signatures():
     def trl(prompts, completions, answer, *, scale=1.0, **columns): ...
 

@@ -1,11 +1,12 @@
 """Which models a checkpoint is of: recorded in its loop state, and compared before it is used.
 
 Weights fit every model of the same shapes. So a checkpoint says what its weights are weights of:
-the config and the dtypes of each model, and the digest of the tokenizer. Package versions and what
-else may change are recorded too. They are named when they differ.
+the config and the dtypes of each model, and the digest of the tokenizer. Package versions, files of
+the user's functions and what else may change are recorded too. They are named when they differ.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from importlib import metadata
@@ -13,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.checkpoint import manager
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import Config, ConfigError, Custom
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf import FEW
 from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.references import file_of
+from jaxrl_llm.typed_records.python_objects import Given
+from jaxrl_llm.typed_records.tree import every
 
 IDENTITY = "identity"  # entry of the loop state
 # Entries of a record. LEARNER is the role whose model checkpoints/huggingface describes.
 MODELS, TOKENIZER, LEARNER, SETTING = "models", "tokenizer", "learner", "setting"
+CODE = "code"  # digests of the files of the user's functions
 # Fields of a model's config that its function does not depend on.
 MAY_CHANGE = ("max_position_embeddings", "initializer_range")
 PACKAGES = (
@@ -84,6 +89,23 @@ def config_record(config: ModelConfig) -> Record:
     return json.loads(json.dumps(found))  # lists in place of tuples
 
 
+def code_record(config: Config) -> Record:
+    """The digest of the file of each function that the config names by path.
+
+    What such a file imports is not in it. Objects of a program have digests in the config.
+    """
+    named = {
+        f"config.{key}={given.path}": file_of(given.path)
+        for key, given in every(config, Custom)
+        if not isinstance(given, Given)
+    }
+    return {
+        name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        for name, file in named.items()
+        if file is not None
+    }
+
+
 def package_versions() -> dict[str, str]:
     """The versions of the packages that a run's numbers depend on."""
     return {name: _version(name) for name in PACKAGES}
@@ -110,7 +132,7 @@ def read_identity(checkpoint: Path) -> Identity | None:
 def check_resume(checkpoint: Path, now: Identity) -> str:
     """Compare a checkpoint with the run that is to go on from it, before any array exists.
 
-    Returns what differs and may, as a line for the user; empty where nothing does.
+    Returns what differs and may, in lines for the user; empty where nothing does.
 
     Raises: ConfigError for another model or tokenizer; it names the key and both values.
     """
@@ -135,7 +157,14 @@ def check_resume(checkpoint: Path, now: Identity) -> str:
             "weights of another model, give its folder as --config.actor.path"
         )
     noted += [_line(*found) for found in _differences(saved[SETTING], now[SETTING])]
-    return f"other than in the checkpoint: {', '.join(noted)}" if noted else ""
+    lines = [f"other than in the checkpoint: {', '.join(noted)}"] if noted else []
+    was, code = saved.get(CODE, {}), now.get(CODE, {})
+    if changed := [name for name in code if was.get(name, code[name]) != code[name]]:
+        lines.append(
+            f"the file of {', '.join(changed)} has changed since the checkpoint: the run goes on "
+            "with the new one, and its steps are no longer those of the run that began"
+        )
+    return "\n".join(lines)
 
 
 def check_model(

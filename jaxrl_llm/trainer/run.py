@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
-from jaxrl_llm.checkpoint.identity import IDENTITY, Identity, check_resume
+from jaxrl_llm.checkpoint.identity import CODE, IDENTITY, Identity, check_resume, code_record
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.compiling.stored import Start, start_of
@@ -414,7 +414,8 @@ def open_run(
         plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack, begins=begins)
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
-        resume, identity = _resume_point(config, checkpoints), run_identity(plan, tokenizer)
+        resume = _resume_point(config, checkpoints)
+        identity = run_identity(plan, tokenizer) | {CODE: code_record(config)}
         differs = "" if resume is None else check_resume(resume, identity)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
         begins_again = is_main() and resume is None and has_steps(run_dir)

@@ -9,12 +9,20 @@ from chat_tokenizer import TEMPLATE, write_chat_tokenizer
 from tiny_models import CONFIGS, tiny_config
 
 from jaxrl_llm.checkpoint import identity
-from jaxrl_llm.checkpoint.identity import IDENTITY, check_model, check_resume, config_record
+from jaxrl_llm.checkpoint.identity import (
+    CODE,
+    IDENTITY,
+    check_model,
+    check_resume,
+    code_record,
+    config_record,
+)
 from jaxrl_llm.checkpoint.manager import CheckpointManager
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, apply_overrides, load_config
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import config_from_hf, to_hf_config
 from jaxrl_llm.models.rope import LinearRope
+from jaxrl_llm.references import file_of
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
 
 CONFIG = tiny_config()
@@ -80,6 +88,41 @@ def test_what_may_change_is_named(checkpoint):
         "other than in the checkpoint: actor.max_position_embeddings "
         f"{CONFIG.max_position_embeddings} there, 999 now, jax 0.10.2 there, 0.11.2 now"
     )
+
+
+def test_a_changed_file_of_a_function_is_named(tmp_path, checkpoint):
+    """A run resumes bit for bit only with the functions that it began with."""
+    file = tmp_path / "rewards.py"
+    file.write_text("def grade(completions): ...\n")
+    settings = {"reward.functions": [f"{file}:grade", "exact_answer"]}
+    config = apply_overrides(load_config("grpo"), settings)
+    before = record() | {CODE: code_record(config)}
+    manager = CheckpointManager(
+        tmp_path / "run", keep_latest=2, keep_best=0, best_metric="", asynchronous=False
+    )
+    manager.save(1, {}, {IDENTITY: before}, {})
+    manager.close()
+    assert check_resume(manager.path(1), record() | {CODE: code_record(config)}) == ""
+    file.write_text("def grade(completions): return 0\n")
+    line = check_resume(manager.path(1), record() | {CODE: code_record(config)})
+    assert f"the file of config.reward.functions.0={file}:grade has changed since" in line
+    # A checkpoint of an older version does not say what it was.
+    assert check_resume(checkpoint, record() | {CODE: code_record(config)}) == ""
+
+
+def test_the_file_of_a_function_in_a_package(tmp_path, monkeypatch):
+    """It is found without running code, as the package may be of the reward workers alone."""
+    package = tmp_path / "package_of_mine"
+    (package / "inner").mkdir(parents=True)
+    names = ("__init__.py", "more.py", "inner/__init__.py")
+    for name in names:
+        (package / name).write_text("raise AssertionError")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = ("package_of_mine", "package_of_mine.more", "package_of_mine.inner")
+    for module, name in zip(modules, names, strict=True):
+        assert file_of(f"{module}:f") == package / name
+    assert file_of("package_of_mine.less:f") is None
+    assert file_of("no_package_of_mine:f") is None
 
 
 def test_an_older_checkpoint_could_not_be_compared(checkpoint):

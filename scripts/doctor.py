@@ -3,7 +3,7 @@
 The same as `jaxrl doctor`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import doctor, run
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(doctor)
+    run("doctor")

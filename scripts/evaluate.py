@@ -3,7 +3,7 @@
 The same as `jaxrl evaluate`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import evaluate, run
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(evaluate)
+    run("evaluate")

@@ -3,7 +3,7 @@
 The same as `jaxrl export`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import export, run
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(export)
+    run("export")

@@ -3,7 +3,7 @@
 The same as `jaxrl generate`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import generate, run
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(generate)
+    run("generate")

@@ -3,7 +3,7 @@
 The same as `jaxrl plan`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import plan, run
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(plan)
+    run("plan")

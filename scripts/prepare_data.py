@@ -3,7 +3,7 @@
 The same as `jaxrl prepare`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import prepare, run
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(prepare)
+    run("prepare")

@@ -3,7 +3,7 @@
 The same as `jaxrl verify`; --help lists the flags.
 """
 
-from jaxrl_llm.launch.commands import run, verify
+from jaxrl_llm.launch.main import run
 
 if __name__ == "__main__":
-    run(verify)
+    run("verify")

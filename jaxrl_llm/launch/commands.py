@@ -33,6 +33,7 @@ from jaxrl_llm.launch.outputs import (
     check_other_files,
     check_parent,
 )
+from jaxrl_llm.launch.pipes import outlive_readers
 from jaxrl_llm.launch.runtime import (
     ALARMED,
     INTERRUPTED,
@@ -65,6 +66,7 @@ def train(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--devices", type=_count, default=0)
     parser.add_argument("--dry_run", action="store_true")
+    outlive_readers()
     config, flags = read_config(argv, parser)
     if flags.dry_run:
         config = start(config, num_cpu_devices=flags.devices)

@@ -25,6 +25,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.launch import arguments
+from jaxrl_llm.launch.main import imports
 from jaxrl_llm.launch.outputs import ANSWERS, EVALUATION, check_writable
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.garbage import COLLECTOR
@@ -89,7 +90,8 @@ def train(
 
 def _import_trainer() -> None:
     STATUS("importing the trainer")
-    import jaxrl_llm.trainer.run  # noqa: F401
+    with imports():
+        import jaxrl_llm.trainer.run  # noqa: F401
 
 
 def _with_objects(
@@ -128,7 +130,8 @@ def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
     arguments.one_of("dtype", dtype, *get_args(DType))
     path = find_model_path(str(arguments.a_path("model", model)))
     prepare()
-    from jaxrl_llm.evaluation.answering import open_model
+    with imports():
+        from jaxrl_llm.evaluation.answering import open_model
 
     return open_model(path, dtype=dtype)
 
@@ -188,10 +191,11 @@ def evaluate(
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
     config = on_one_group(config, fit_mesh(config.mesh))
-    from jaxrl_llm.distributed.multihost import is_main
-    from jaxrl_llm.evaluation.evaluation_report import all_answers
-    from jaxrl_llm.evaluation.trained_model import evaluate, validation_report
-    from jaxrl_llm.observability.jsonl import to_line
+    with imports():
+        from jaxrl_llm.distributed.multihost import is_main
+        from jaxrl_llm.evaluation.evaluation_report import all_answers
+        from jaxrl_llm.evaluation.trained_model import evaluate, validation_report
+        from jaxrl_llm.observability.jsonl import to_line
 
     found = evaluate(config)
     report = validation_report(config, str(model), found)
@@ -234,7 +238,8 @@ def export(
         raise ConfigError(f"--output={output} is a file; give a directory to write")
     # An export only copies, and CPU memory is larger.
     prepare(num_cpu_devices=0 if devices_are_used() else 1)
-    from jaxrl_llm.evaluation.trained_model import export_checkpoint
+    with imports():
+        from jaxrl_llm.evaluation.trained_model import export_checkpoint
 
     limit = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     return export_checkpoint(checkpoint, output, role=role, dtype=dtype, adapter=adapter, **limit)

@@ -22,12 +22,15 @@ from typing import NoReturn
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check, run_folder
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.distributed.placement import numbers_of_roles
+from jaxrl_llm.launch import pipes
 from jaxrl_llm.launch.freed_memory import keep_freed_memory
+from jaxrl_llm.launch.main import imports
 from jaxrl_llm.observability.garbage import end_without_search
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
 INTERRUPTED = 128 + signal.SIGINT
+UNREAD = 128 + signal.SIGPIPE  # nobody reads the output any more
 MOST_CPU_DEVICES = 4096
 TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
 
@@ -82,19 +85,19 @@ def run_script(
 
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
     message on stderr and exit code 2. Ctrl-C exits with 130. One of several processes then waits
-    TOGETHER_S for the others. Other errors keep their traceback, and end such a process at once.
-    No error waits for programs that are compiled ahead.
+    TOGETHER_S for the others. Where nobody reads the output any more, it exits with 141. Other
+    errors keep their traceback, and end such a process at once. No error waits for programs that
+    are compiled ahead.
     `--help` prints `help_text`, or else the docstring of the script.
     """
     end_without_search()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        if callable(help_text):
-            help_text = help_text()
-        print(inspect.cleandoc(help_text or sys.modules["__main__"].__doc__ or ""))
-        sys.exit(0)
     try:
-        code = main(arguments) or 0
+        if "--help" in arguments or "-h" in arguments:
+            code = _print_help(help_text() if callable(help_text) else help_text)
+        else:
+            code = main(arguments) or 0
+        sys.stdout.flush()
     except KeyboardInterrupt as error:
         print(str(error) or "interrupted", file=sys.stderr)
         _end_together(INTERRUPTED)
@@ -102,11 +105,19 @@ def run_script(
         if isinstance(error, ValueError) and is_for_user(error):
             print(f"error: {error}", file=sys.stderr)
             _end_together(USER_ERROR)
+        if isinstance(error, BrokenPipeError) and pipes.broken():
+            pipes.leave_broken()
+            _end_together(UNREAD)
         if _is_one_of_several() or _compiles():
             traceback.print_exc()
             _leave(1)
         raise
     sys.exit(code)
+
+
+def _print_help(text: str | None) -> int:
+    print(inspect.cleandoc(text or sys.modules["__main__"].__doc__ or ""))
+    return 0
 
 
 def _end_together(code: int) -> NoReturn:
@@ -346,7 +357,8 @@ def _set_up_devices(num_cpu_devices: int, exact: bool) -> None:
         flags = f"{flags} {IN_ORDER}"
     if flags.strip():
         os.environ["XLA_FLAGS"] = flags.strip()
-    import jax
+    with imports():
+        import jax
 
     if num_cpu_devices:
         if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):

@@ -38,7 +38,7 @@ def jaxrl_process(*words: str) -> subprocess.CompletedProcess[str]:
 def test_the_wheel_has_the_command():
     """Fault 19."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"jaxrl": "jaxrl_llm.launch.commands:main"}
+    assert project["scripts"] == {"jaxrl": "jaxrl_llm.launch.main:main"}
 
 
 def test_help_lists_the_commands_and_their_flags():

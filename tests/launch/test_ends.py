@@ -1,0 +1,103 @@
+"""How a command ends: Ctrl-C while it imports, and a reader of its output that ends before it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm.launch import main as entry
+from jaxrl_llm.launch.runtime import UNREAD, run_script
+
+# Ctrl-C when a module is imported, from within a callback whose errors Python drops.
+INTERRUPTED_IMPORT = """
+import builtins, os, signal, sys
+from jaxrl_llm.launch.main import main
+
+plain, last = builtins.__import__, sys.argv.pop(1)
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def imported(name, *rest, **named):
+    if name == last:
+        Dropped()
+    return plain(name, *rest, **named)
+
+builtins.__import__ = imported
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "jax"])
+def test_ctrl_c_while_a_command_imports_is_one_line(module, tmp_path):
+    """Before, it was a traceback, or was lost and the run began."""
+    words = ["train", "--config=grpo", f"--config.run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_program_keeps_its_own_handler(monkeypatch):
+    """An import by the library must not end a notebook."""
+    plain = signal.getsignal(signal.SIGINT)
+    with entry.imports():
+        assert signal.getsignal(signal.SIGINT) is plain
+    monkeypatch.setattr(entry, "_is_command", True)
+    with entry.imports():
+        assert signal.getsignal(signal.SIGINT) is entry._end
+        with entry.imports():
+            pass
+        assert signal.getsignal(signal.SIGINT) is entry._end
+    assert signal.getsignal(signal.SIGINT) is plain
+
+
+WRITES = """
+import sys
+from jaxrl_llm.launch.pipes import outlive_readers
+from jaxrl_llm.launch.runtime import run_script
+
+def writes(arguments):
+    if arguments:
+        outlive_readers()
+    for _ in range(5000):
+        print("x" * 99, flush=True)
+        print("y" * 99, file=sys.stderr)
+    for file in arguments:
+        open(file, "w").close()
+
+run_script(writes)
+"""
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_reader_that_ends(lasts, tmp_path):
+    """A command ends without a traceback, as `head` expects. A training goes on without it."""
+    file = tmp_path / "written"
+    command = [sys.executable, "-c", WRITES, *([str(file)] if lasts else [])]
+    errors = subprocess.STDOUT if lasts else None
+    with open(tmp_path / "stderr", "w+") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors or stderr)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == (0 if lasts else UNREAD)
+        stderr.seek(0)
+        assert set(stderr.read()) <= set("y\n")
+    assert file.exists() == lasts
+
+
+def test_another_broken_pipe_keeps_its_traceback():
+    def broken(arguments):
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            os.write(writing, b"x")
+        finally:
+            os.close(writing)
+
+    with pytest.raises(BrokenPipeError):
+        run_script(broken, [])

@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.checkpoint.digests import text_digest
 from jaxrl_llm.checkpoint.safetensors_files import (
     LazyTensor,
     StoredTensor,
     float_dtype,
+    metadata_of,
     read_tensors,
     stored_in,
     write_safetensors,
@@ -33,6 +35,7 @@ __all__ = [
     "CONFIG",
     "WEIGHTS",
     "adapter_tensors",
+    "base_of_adapter",
     "export_adapter",
     "import_adapter",
     "lost_by_peft",
@@ -41,6 +44,7 @@ __all__ = [
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE_FORM, BASE_BITS = "base_form", "base_bits"  # digests in the header of WEIGHTS
 TASKS: dict[Kind, str] = {"causal_lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 _LINEAR = {"a": ".lora_A.weight", "b": ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
 _TABLE = {"a": ".lora_embedding_A", "b": ".lora_embedding_B"}  # of an embedding
@@ -159,12 +163,18 @@ def _their_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def export_adapter(
-    directory: str | Path, spec: ModelSpec, own: Params, *, base: str, dtype: str | None = None
+    directory: str | Path,
+    spec: ModelSpec,
+    own: Params,
+    *,
+    base: str,
+    base_digests: Mapping[str, str] | None = None,
+    dtype: str | None = None,
 ) -> Path:
     """Write the adapters that `PeftModel.from_pretrained(base_model, DIR)` reads.
 
-    `base` is the path or the hub name of the base, as adapter_config.json keeps it. Returns the
-    directory.
+    `base` is the path or the hub name of the base, as adapter_config.json keeps it. Where the
+    digests of its arrays are given, `base_of_adapter` reads what they say. Returns the directory.
 
     Requires: all processes call this. Process 0 writes.
     Raises: ConfigError for an adapter that PEFT would lose or not open.
@@ -211,7 +221,8 @@ def export_adapter(
     tensors = [lazy(name, parts) for name, parts in stored_parts(names).items()]
     if multihost.is_main():
         directory.mkdir(parents=True, exist_ok=True)
-        write_safetensors(directory / WEIGHTS, tensors, float_dtype(dtype or lora.dtype))
+        mark = mark_of(base_digests) if base_digests else {}
+        write_safetensors(directory / WEIGHTS, tensors, float_dtype(dtype or lora.dtype), mark)
         text = json.dumps(peft_config(spec, base), indent=2)
         (directory / CONFIG).write_text(text + "\n")
     else:
@@ -343,6 +354,20 @@ def _our_module(name: str, named: set[str], parameters: Sequence[str]) -> str:
     ends = {parameter.rpartition(".")[2] for parameter in parameters}
     alone = name + _INNER not in named and _STACKS[1] not in ends
     return f"{name}.{_STACKS[0] if alone else _STACKS[1]}"
+
+
+def mark_of(base_digests: Mapping[str, str]) -> dict[str, str]:
+    """What a file of adapters says of their base: its arrays' shapes and dtypes, and their bits."""
+    forms = {path: digest.partition(" ")[0] for path, digest in base_digests.items()}
+    return {BASE_FORM: text_digest(forms), BASE_BITS: text_digest(dict(base_digests))}
+
+
+def base_of_adapter(directory: str | Path) -> tuple[str, dict[str, str]]:
+    """The name of the base, and its mark if an export of ours wrote it; both may be empty."""
+    theirs = _read_config(Path(directory))
+    found = metadata_of(Path(directory) / WEIGHTS)
+    mark = {key: found[key] for key in (BASE_FORM, BASE_BITS) if key in found}
+    return theirs.get("base_model_name_or_path") or "", mark
 
 
 def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None) -> Params:

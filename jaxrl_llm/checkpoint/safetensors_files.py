@@ -59,9 +59,14 @@ class LazyTensor:
         return math.prod(self.shape) * self.written_in(dtype).itemsize
 
 
-def write_safetensors(path: Path, tensors: Sequence[LazyTensor], dtype: np.dtype) -> None:
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[LazyTensor],
+    dtype: np.dtype,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write `tensors` to `path`, each cast to `dtype` or its own (rounding to nearest even)."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
     offset = 0
     for tensor in tensors:
         end = offset + tensor.nbytes(dtype)
@@ -145,6 +150,15 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             the directory, a file is damaged, or two shards hold the same tensor.
     """
     return stored_in(_weight_files(directory))
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """What a safetensors file says of itself. Raises: ValueError as `stored_tensors`."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}); fetch it again") from error
 
 
 def stored_in(files: Sequence[Path]) -> dict[str, StoredTensor]:

@@ -29,6 +29,7 @@ from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
 from jaxrl_llm.plan.weights import (
     adapted_role,
     adapters_in,
+    base_digests,
     base_of,
     base_recorded,
     load_params,
@@ -108,7 +109,12 @@ def export_checkpoint(
     if adapter:
         own = manager.restore_role(checkpoint, role, abstract)
         return peft.export_adapter(
-            output, kept.spec, own, base=_base_path(checkpoint, role, facts), dtype=dtype
+            output,
+            kept.spec,
+            own,
+            base=_base_path(checkpoint, role, facts),
+            base_digests=base_digests(dense, checkpoint, role),
+            dtype=dtype,
         )
     if lora is not None:
         params = restored(dense, checkpoint, role, dense.spec.params)

@@ -4,6 +4,7 @@ A checkpoint of adapters names their base, the frozen weights below them. It is 
 compared by the digests of its arrays.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,17 @@ import jax.numpy as jnp
 
 from jaxrl_llm.checkpoint import digests, identity, layout, manager
 from jaxrl_llm.checkpoint.huggingface import import_params, model_directory
-from jaxrl_llm.checkpoint.peft import import_adapter
+from jaxrl_llm.checkpoint.peft import (
+    BASE_BITS,
+    BASE_FORM,
+    base_of_adapter,
+    import_adapter,
+    mark_of,
+)
 from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.config import AdaptedSettings, ConfigError
 from jaxrl_llm.distributed.crossing import call
+from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import (
@@ -31,6 +39,8 @@ from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
+
+_log = logging.getLogger(__name__)
 
 BASES = "bases"  # entry of the loop state: a record of each base that is read again
 
@@ -74,9 +84,37 @@ def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: in
     """The adapters that a training begins with: new ones, or those of a PEFT folder."""
     if not settings.lora.path:
         return role.first_adapters(base, seed)
+    _check_base(role, base, settings)
     found = import_adapter(settings.lora.path, role.spec, role.own_shardings)
     check_loaded(found, settings.lora.path)
     return found
+
+
+def _check_base(role: Role, base: Params, settings: AdaptedSettings) -> None:
+    """ConfigError where the adapters were trained on other frozen weights of these shapes.
+
+    Without digests of these, a log line where the base has another name.
+    """
+    folder = settings.lora.path
+    name, mark = base_of_adapter(folder)
+    now = mark_of(digests.array_digests({role.name: base})[role.name])
+    if mark.get(BASE_FORM) == now[BASE_FORM]:
+        if mark[BASE_BITS] != now[BASE_BITS]:
+            raise ConfigError(
+                f"the adapter in {folder} was trained on other frozen weights than those of "
+                f"config.{role.name}.path={settings.path}: on {name or 'those of its own run'}. "
+                f"Give that base, or begin with new adapters: --config.{role.name}.lora.path= "
+                f"--config.{role.name}.lora.rank=16"
+            )
+    elif is_main() and name and Path(name).name != Path(settings.path).name:
+        _log.warning(
+            "the adapter in %s names the base %s, and config.%s.path is %s: its outputs are right "
+            "only if the two are one model",
+            folder,
+            name,
+            role.name,
+            settings.path or "empty",
+        )
 
 
 def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
@@ -169,6 +207,15 @@ def base_of(checkpoint: Path, stored: str) -> tuple[str, Record]:
 def base_recorded(checkpoint: Path, name: str) -> Record | None:
     """Where a base came from; None where the checkpoint's folder keeps it, after a warm-up."""
     return manager.loop_state(checkpoint).get(BASES, {}).get(name)
+
+
+def base_digests(role: Role, checkpoint: Path, stored: str) -> dict[str, str]:
+    """The digest of each array below the adapters of a checkpoint's role, where `role` is."""
+    name, _ = base_of(checkpoint, stored)
+    record = base_recorded(checkpoint, name)
+    if record is not None:
+        return record["arrays"]
+    return digests.array_digests({name: _stored_base(role, checkpoint, stored)})[name]
 
 
 def base_record(role: Role, source: ModelSource, seed: int, params: Params) -> Record:

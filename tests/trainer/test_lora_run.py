@@ -1,11 +1,13 @@
 """A run with adapters: what its checkpoints hold, an exact resume, the base, and its exports."""
 
 import json
+import shutil
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from test_run import config_of
 from tiny import model_config
 from tiny_run import assert_close, assert_same_bits
@@ -14,14 +16,16 @@ from jaxrl_llm.checkpoint import layout
 from jaxrl_llm.checkpoint.huggingface import load_model_config
 from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, import_adapter, read_lora
 from jaxrl_llm.config import ActorConfig, ConfigError, LoraConfig
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint
 from jaxrl_llm.launch.commands import export
 from jaxrl_llm.models.base import frozen_spec, merge_adapters, model_spec
 from jaxrl_llm.models.frozen import quantized_as
 from jaxrl_llm.models.lora import join, split
-from jaxrl_llm.plan.models import ModelSource, adapters_of, learner_spec
-from jaxrl_llm.plan.roles import strict_of
+from jaxrl_llm.plan.models import ModelSource, adapters_of, find_model, learner_spec
+from jaxrl_llm.plan.roles import make_role, strict_of
+from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.trainer.run import train
 
 pytestmark = pytest.mark.ci
@@ -172,6 +176,37 @@ def test_a_run_goes_on_from_an_adapter_of_peft(tmp_path, base, trained):
     found = {k: v for k, v in run.weights(0).items() if k.startswith("actor[")}
     of_first = trained[0].weights(2)
     assert_same_bits(found, {k: v for k, v in of_first.items() if k.startswith("actor[")})
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path, base, trained, caplog):
+    """Its shapes fit, and it would have been trained on as if it belonged to this base."""
+    folder = export_checkpoint(trained[1], tmp_path / "adapter", adapter=True)
+    other = shutil.copytree(base, tmp_path / "other")
+    file = other / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4:] = np.float32(0.5).tobytes()
+    file.write_bytes(data)
+    mesh = make_mesh(devices=jax.local_devices()[:1])
+
+    def begin(path):
+        lora = LoraConfig(path=str(folder))
+        settings = ActorConfig(path=str(path), lora=lora)
+        source = find_model(settings, context=1)
+        spec = learner_spec(source, "causal_lm", settings)
+        role = make_role("actor", spec, settings, mesh)
+        dense = frozen_spec(spec.config, "causal_lm", "float32", "float32")
+        frozen = load_params(make_role("base", dense, settings, mesh), source, 0)
+        first_adapters(role, frozen, settings, seed=0)
+
+    begin(base)
+    with pytest.raises(ConfigError, match=rf"trained on other .*path={other}: on {base}\. Give"):
+        begin(other)
+    # PEFT's own files have no digest, and a name alone is only a hint.
+    tensors = load_file(folder / WEIGHTS)
+    save_file(tensors, folder / WEIGHTS)
+    assert not caplog.records
+    begin(other)
+    assert f"names the base {base}" in caplog.text
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("float8", marks=pytest.mark.slow)])

@@ -116,6 +116,11 @@ class Validator:
         self._compilers = Compilers()
         self._answer, self._compiled = self._compile(role), False
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts that this process holds samples of; all of them with one process."""
+        return [prompt for batch in self._prompts for prompt in batch.values()]
+
     def of(self, role: Role) -> "Validator":
         """The same evaluation of another model."""
         if role is self.role:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
@@ -19,6 +20,7 @@ from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.compiling.stored import Start, start_of
 from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline
+from jaxrl_llm.data.overlap import say_overlap
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
 from jaxrl_llm.distributed.multihost import barrier, is_main
@@ -527,11 +529,14 @@ def open_plan_and_data(
     Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
     records, validator = None, None
+    whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader, num_rows = records.loader(), len(records.train)
+        loader, num_rows, prompts = records.loader(), len(records.train), []
         stack.callback(loader.close)
+        if whole:
+            say_overlap(records.train, records.held_out)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
     else:
@@ -550,6 +555,8 @@ def open_plan_and_data(
         plan.trace(_start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
+        if whole:
+            say_overlap(prompts, validator.prompts)
     data = RunData(
         config=config, loader=loader, validator=validator, records=records, num_rows=num_rows
     )

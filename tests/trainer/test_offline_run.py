@@ -322,6 +322,21 @@ def test_one_record_that_nothing_can_be_mismatched_with_is_refused(split, tmp_pa
     opened(tmp_path, "kto", **files | {f"data__{split}_files": labelled_file(tmp_path, 2)})
 
 
+@pytest.mark.parametrize("algorithm", ["kto", "grpo"])
+def test_rows_that_are_held_out_and_trained_on_are_named(algorithm, tmp_path, caplog):
+    file = labelled_file(tmp_path, 3)
+    files = {"data__train_files": file, "data__val_files": file}
+    files |= {"data__train_tasks": "[]", "data__val_tasks": "[]"}
+    if algorithm == "grpo":
+        files |= {"data__columns": "{ground_truth: completion}", "warmup": "null"}
+    config = tiny(tmp_path, algorithm, **files)
+    with ExitStack() as stack:
+        tokenizer, mesh = load_tokenizer("char"), make_mesh()
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+        open_plan_and_data(config, tokenizer, {"actor": mesh}, Path(config.run_dir), stack)
+    assert "3 of 3 held-out rows are training rows too" in caplog.text
+
+
 def test_held_out_records_that_leave_one_over_are_each_mismatched_with_another(tmp_path):
     files = {"data__val_files": labelled_file(tmp_path, 3), "data__val_tasks": "[]"}
     records = opened(tmp_path, "kto", data__train_batch_size="2", **files)

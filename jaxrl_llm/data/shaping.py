@@ -1,14 +1,17 @@
 """What the config changes of every row before its format is found: names, chat, system prompt."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxrl_llm.data.sources import BadRow, RawRow, Rows
+from jaxrl_llm.data.sources import BadRow, RawRow, Rows, parse_json
 from jaxrl_llm.references import nearest
 
 CONVERSATIONS = ("prompt", "messages")  # columns that may get the system prompt
 ANSWERS = ("chosen", "rejected")  # columns that get it where none of those is there
+AS_JSON = (*CONVERSATIONS, *ANSWERS, "completion")  # columns that may hold messages as JSON text
+_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")  # messages as Python prints them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +33,13 @@ class Shape:
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row as its format is found.
 
-        Raises ValueError for a column that is not there, and for a row without a conversation that
-        could take the system prompt.
+        Raises ValueError for a column that is not there, for messages in Python's form, and for a
+        row without a conversation that could take the system prompt.
         """
         found = self._renamed(row)
+        for name in AS_JSON:
+            if isinstance(found.get(name), str):
+                found[name] = messages_in(found[name], name)
         if self.chat and isinstance(found.get("prompt"), str):
             found["prompt"] = [{"role": "user", "content": found["prompt"]}]
         if self.system_prompt:
@@ -72,6 +78,24 @@ class Shape:
         if isinstance(first, Mapping) and first.get("role") == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def messages_in(text: str, column: str) -> Any:
+    """The messages that a text holds as JSON, as a CSV has them; another text as it is.
+
+    Raises ValueError for messages as Python prints them, which a model would see as a text.
+    """
+    if not text.lstrip().startswith("[") or "role" not in text:
+        return text
+    if _PYTHON.match(text):
+        raise ValueError(f"column {column!r} holds messages as Python prints them: write JSON")
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return text
+    if not all(isinstance(message, dict) for message in found):
+        return text
+    return found if any({"role", "content"} <= message.keys() for message in found) else text
 
 
 def _is_conversation(value: Any) -> bool:

@@ -24,6 +24,7 @@ from jaxrl_llm.references import call
 
 BATCH_ROWS = 1024
 ROW_GROUPS = 8  # of a parquet file, that stay in memory
+_LONGEST = 2**31 - 1  # characters of a field of a CSV; Python's default is 131,072
 
 
 @dataclass(frozen=True)
@@ -359,11 +360,14 @@ def _single_rows(path: str, batch: Any, start: int) -> Iterator[RawRow | BadRow]
 
 def _open_csv(path: str) -> Rows:
     """A .csv file with a line of column names. Every value is text; an empty one is missing."""
+    before = csv.field_size_limit(_LONGEST)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             names, *lines = [line for line in csv.reader(file, strict=True) if line] or [[]]
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path!r} is not a readable CSV file: {error}") from error
+    finally:
+        csv.field_size_limit(before)
     if not names or len(set(names)) < len(names) or not all(names):
         raise ValueError(f"{path!r} needs a first line with a name of its own for each column")
     return ListedRows([_csv_row(path, i, names, line) for i, line in enumerate(lines)])

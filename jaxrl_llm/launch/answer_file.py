@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.data.shaping import messages_in
 from jaxrl_llm.data.sources import BadRow, RawRow, read_rows
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answer_settings import AnswerSettings
@@ -59,7 +60,13 @@ def prompt_rows(prompts: str) -> Iterator[tuple[RawRow, str | Sequence[Any]]]:
         for row in read_rows(file):
             if isinstance(row, BadRow):
                 raise ConfigError(f"{row.source} row {row.row}: {row.reason}")
-            found = next((row.data[name] for name in PROMPT_COLUMNS if row.data.get(name)), None)
+            name = next((name for name in PROMPT_COLUMNS if row.data.get(name)), "")
+            found = row.data.get(name)
+            if isinstance(found, str):
+                try:
+                    found = messages_in(found, name)
+                except ValueError as error:
+                    raise ConfigError(f"{row.source} row {row.row}: {error}") from None
             if not isinstance(found, str | list):
                 have = ", ".join(row.data) or "none"
                 raise ConfigError(

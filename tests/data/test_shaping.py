@@ -1,5 +1,7 @@
 """Names of columns, chat, system prompts; variables of the chat template; CSV; the hub."""
 
+import csv
+import json
 import subprocess
 import sys
 
@@ -46,6 +48,38 @@ def test_a_row_in_its_shape(shape, row, expected):
     assert shape.of(row) == expected
 
 
+MESSAGES = json.dumps([OTHER, USER])
+
+
+@pytest.mark.parametrize(
+    ("shape", "row", "expected"),
+    [
+        (Shape(), {"prompt": MESSAGES}, {"prompt": [OTHER, USER]}),
+        (Shape(chat=True), {"prompt": f"  {MESSAGES}"}, {"prompt": [OTHER, USER]}),
+        (Shape(system_prompt="s"), {"messages": json.dumps([USER])}, {"messages": [SYSTEM, USER]}),
+        (
+            Shape(columns={"prompt": "a"}),
+            {"a": MESSAGES, "completion": MESSAGES},
+            {"prompt": [OTHER, USER], "completion": [OTHER, USER]},
+        ),
+        # Texts stay what they are, and so do other columns.
+        *(
+            (Shape(), {"prompt": text}, {"prompt": text})
+            for text in ("[1, 2]", "[role]", '["role"]', '[{"role": 1}]', "[]", '{"role": "user"}')
+        ),
+        (Shape(), {"prompt": "q", "answer": MESSAGES}, {"prompt": "q", "answer": MESSAGES}),
+    ],
+)
+def test_messages_as_json_text_are_messages(shape, row, expected):
+    """A CSV cannot hold them otherwise. They would be learned as a text in brackets."""
+    assert shape.of(row) == expected
+
+
+def test_messages_as_python_prints_them_are_refused():
+    with pytest.raises(ValueError, match="'prompt' holds messages as Python prints them: write J"):
+        Shape().of({"prompt": str([USER])})
+
+
 def test_a_column_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="no column 'qestion'; did you mean 'question'"):
         Shape(columns={"prompt": "qestion"}).of({"question": "q"})
@@ -79,6 +113,14 @@ def test_a_csv_file_is_read(tmp_path):
         {"prompt": "d", "answer": None},
     )
     assert third == BadRow(str(file), 2, "3 values for 2 columns")
+
+
+def test_a_csv_file_has_long_fields(tmp_path):
+    """Python's own limit is 131,072 characters."""
+    (tmp_path / "x.csv").write_text(f"prompt\n{'long ' * 40_000}\n")
+    (row,) = read_rows(*resolve_files(str(tmp_path / "x.csv")))
+    assert row.data == {"prompt": "long " * 40_000}
+    assert csv.field_size_limit() == 131_072
 
 
 @pytest.mark.parametrize("text", ["a,a\n1,2\n", "a,\n1,2\n", 'a\n"1\n', "", "\n"])

@@ -16,7 +16,8 @@ from jaxrl_llm.evaluation.answer_settings import StreamSettings
 from jaxrl_llm.launch import commands
 from jaxrl_llm.launch.chat import chat
 
-ROWS = [{"prompt": "hi", "id": 7}, {"prompt": [{"role": "user", "content": "a b c"}], "id": 8}]
+MESSAGES = [{"role": "user", "content": "a b c"}]
+ROWS = [{"prompt": "hi", "id": 7}, {"prompt": MESSAGES, "id": 8}]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,9 @@ def lines_of(file: Path) -> list[dict]:
 
 
 def test_a_file_of_prompts_is_answered(folder, model, tmp_path, capsys):
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    as_text = {"prompt": json.dumps(MESSAGES), "id": 8}  # a CSV has no other messages
+    rows = [ROWS[0], as_text]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "out.jsonl"
     flags = [f"--model={folder}", "--max_new_tokens=5", "--n=2", "--batch_size=1", "--logprobs"]
     assert (
@@ -119,6 +122,7 @@ def test_mistakes_are_named(folder, tmp_path, flags, message):
             r"rows\.jsonl row 0 has the column finished, which the",
         ),
         ([{"prompt": "hi", "tokens": 1}], "row 0 has the column tokens, which the answers would"),
+        ([{"prompt": "[{'role': 'user'}]"}], "row 0: column 'prompt' holds .*: write JSON"),
         ([], r"--prompts=.*rows\.jsonl has no row"),
     ],
 )

@@ -170,6 +170,15 @@ def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: A
         ) from error
 
 
+def is_utf8(path: str | Path) -> bool:
+    """Whether the whole path is text. Checkpoints and tokenizers are not read in another one."""
+    try:
+        os.path.abspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_file(path: str | Path) -> bool:
     """Whether a file is there; False also for a name that no file system takes."""
     return exists(path) and Path(path).is_file()

@@ -19,7 +19,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.checkpoint.layout import CHECKPOINTS, STEP_PREFIX, is_complete, step_of
+from jaxrl_llm.checkpoint.layout import (
+    CHECKPOINTS,
+    STEP_PREFIX,
+    check_name,
+    is_complete,
+    step_of,
+)
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
@@ -148,6 +154,7 @@ def _make(path: Path) -> None:
             f"the run folder {path.absolute()} has one of * ? [ in its path, and checkpoints in it "
             "could not be read; give another one with --config.run_dir=FOLDER"
         )
+    check_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

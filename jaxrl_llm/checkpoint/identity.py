@@ -27,6 +27,8 @@ IDENTITY = "identity"  # entry of the loop state
 # Entries of a record. LEARNER is the role whose model checkpoints/huggingface describes.
 MODELS, TOKENIZER, LEARNER, SETTING = "models", "tokenizer", "learner", "setting"
 CODE = "code"  # digests of the files of the user's functions
+# Digests of rows that are not a run's position in its data; an entry may be absent.
+ROWS, HELD_OUT, COLUMNS = "rows", "held_out", "columns"
 # Fields of a model's config that its function does not depend on.
 MAY_CHANGE = ("max_position_embeddings", "initializer_range")
 PACKAGES = (
@@ -44,6 +46,13 @@ LORA = "lora."  # before the fields of its adapters
 
 Record = dict[str, Any]  # of a model, in JSON's types
 Identity = dict[str, Any]  # of a checkpoint: its models by role, tokenizer, learner and setting
+
+_OTHER_ROWS = {
+    HELD_OUT: "the held-out rows have changed since the checkpoint: what was measured before it is "
+    "of other rows, the best checkpoint too",
+    COLUMNS: "columns of the training rows have changed since the checkpoint: a reward function "
+    "that reads them gives other rewards than in the run that began",
+}
 
 
 def model_record(spec: ModelSpec, dtype: str) -> Record:
@@ -89,7 +98,7 @@ def config_record(config: ModelConfig) -> Record:
     return json.loads(json.dumps(found))  # lists in place of tuples
 
 
-def code_record(config: Config) -> Record:
+def code_record(config: Config) -> dict[str, str]:
     """The digest of the file of each function that the config names by path.
 
     What such a file imports is not in it. Objects of a program have digests in the config.
@@ -164,6 +173,10 @@ def check_resume(checkpoint: Path, now: Identity) -> str:
             f"the file of {', '.join(changed)} has changed since the checkpoint: the run goes on "
             "with the new one, and its steps are no longer those of the run that began"
         )
+    rows, there = now.get(ROWS, {}), saved.get(ROWS, {})
+    for name, sentence in _OTHER_ROWS.items():
+        if name in rows and there.get(name, rows[name]) != rows[name]:
+            lines.append(sentence)
     return "\n".join(lines)
 
 

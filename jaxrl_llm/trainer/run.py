@@ -15,7 +15,16 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
-from jaxrl_llm.checkpoint.identity import CODE, IDENTITY, Identity, check_resume, code_record
+from jaxrl_llm.checkpoint.identity import (
+    CODE,
+    COLUMNS,
+    HELD_OUT,
+    IDENTITY,
+    ROWS,
+    Identity,
+    check_resume,
+    code_record,
+)
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.compiling.stored import Start, start_of
@@ -23,6 +32,7 @@ from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline
 from jaxrl_llm.data.overlap import say_overlap
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
+from jaxrl_llm.data.share import sampled_digest
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.evaluation.evaluate import (
     AnswerEvaluation,
@@ -417,7 +427,7 @@ def open_run(
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume = _resume_point(config, checkpoints)
-        identity = run_identity(plan, tokenizer) | {CODE: code_record(config)}
+        identity = run_identity(plan, tokenizer) | {CODE: code_record(config), ROWS: data.digests}
         differs = "" if resume is None else check_resume(resume, identity)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
         begins_again = is_main() and resume is None and has_steps(run_dir)
@@ -472,6 +482,9 @@ class RunData:
     num_rows: int  # of the training data
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
     records: OfflineRecords | None = None  # of offline training
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # of what is compared at a resume and may change
 
     @property
     def num_held_out(self) -> int:
@@ -528,7 +541,7 @@ def open_plan_and_data(
     Every program is traced here, so that shapes and fields that do not fit are refused.
     Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
-    records, validator = None, None
+    records, validator, digests = None, None, {}
     whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
@@ -537,6 +550,7 @@ def open_plan_and_data(
         stack.callback(loader.close)
         if whole:
             say_overlap(records.train, records.held_out)
+            digests[HELD_OUT] = sampled_digest([(x.token_ids, x.answer) for x in records.held_out])
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
     else:
@@ -557,8 +571,16 @@ def open_plan_and_data(
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
         if whole:
             say_overlap(prompts, validator.prompts)
+            digests[HELD_OUT] = sampled_digest([(x.token_ids, x.answer) for x in validator.prompts])
+    if whole:
+        digests[COLUMNS] = sampled_digest([prompt.columns for prompt in prompts])
     data = RunData(
-        config=config, loader=loader, validator=validator, records=records, num_rows=num_rows
+        config=config,
+        loader=loader,
+        validator=validator,
+        records=records,
+        num_rows=num_rows,
+        digests=digests,
     )
     return plan, data
 

@@ -110,6 +110,26 @@ def test_a_changed_file_of_a_function_is_named(tmp_path, checkpoint):
     assert check_resume(checkpoint, record() | {CODE: code_record(config)}) == ""
 
 
+def test_changed_rows_are_named(tmp_path, checkpoint):
+    """Held-out rows, and columns for rewards: the position in the data does not depend on them."""
+
+    def rows(**digests: str) -> dict:
+        return record() | {identity.ROWS: digests}
+
+    manager = CheckpointManager(
+        tmp_path, keep_latest=2, keep_best=0, best_metric="", asynchronous=False
+    )
+    manager.save(1, {}, {IDENTITY: rows(held_out="a", columns="b")}, {})
+    manager.close()
+    saved = manager.path(1)
+    assert check_resume(saved, rows(held_out="a", columns="b")) == ""
+    assert check_resume(saved, rows()) == ""  # of several processes
+    assert check_resume(checkpoint, rows(held_out="a")) == ""  # of an older version
+    assert "held-out rows have changed" in check_resume(saved, rows(held_out="x", columns="b"))
+    both = check_resume(saved, rows(held_out="x", columns="y")).splitlines()
+    assert len(both) == 2 and "columns of the training rows have changed" in both[1]
+
+
 def test_the_file_of_a_function_in_a_package(tmp_path, monkeypatch):
     """It is found without running code, as the package may be of the reward workers alone."""
     package = tmp_path / "package_of_mine"

@@ -14,7 +14,7 @@ from jaxrl_llm.data import dataset, share
 from jaxrl_llm.data.collating import collate_records, offline_records
 from jaxrl_llm.data.dataset import RowRules, Sources, load_prompts, load_unpaired
 from jaxrl_llm.data.loader import Loader, PromptLoader
-from jaxrl_llm.data.share import digest
+from jaxrl_llm.data.share import digest, sampled_digest
 from jaxrl_llm.tokenizer import CharTokenizer
 
 CHAR, PROCESSES = CharTokenizer(), 3
@@ -132,3 +132,13 @@ def test_loaders_of_parts_give_the_batches_of_the_whole(sources):
     for _ in range(30):  # more than an epoch
         batch, (first, second) = next(whole), map(next, parts)
         assert [*first[:2], *second, first[2]] == batch
+
+
+def test_a_sampled_digest_is_of_values_their_places_and_their_number():
+    rows = [{"level": i, "when": None} for i in range(30_001)]
+    found = sampled_digest(rows)
+    assert sampled_digest([dict(row) for row in rows]) == found
+    assert sampled_digest(rows[::-1]) != found and sampled_digest(rows[:-1]) != found
+    changed = [row | {"level": -1} if i % 3 == 0 else row for i, row in enumerate(rows)]
+    assert sampled_digest(changed) != found
+    assert sampled_digest([{"a": "b"}]) != sampled_digest([{"a": "c"}]) != sampled_digest([])

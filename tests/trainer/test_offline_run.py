@@ -13,6 +13,7 @@ import pytest
 from tiny_iteration import random_params
 from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
+from jaxrl_llm.checkpoint.identity import COLUMNS, HELD_OUT
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, load_config
 from jaxrl_llm.data.collating import collate_records
 from jaxrl_llm.data.run_data import held_out_sources, load_records
@@ -324,6 +325,7 @@ def test_one_record_that_nothing_can_be_mismatched_with_is_refused(split, tmp_pa
 
 @pytest.mark.parametrize("algorithm", ["kto", "grpo"])
 def test_rows_that_are_held_out_and_trained_on_are_named(algorithm, tmp_path, caplog):
+    """A resume compares what else of the rows may change."""
     file = labelled_file(tmp_path, 3)
     files = {"data__train_files": file, "data__val_files": file}
     files |= {"data__train_tasks": "[]", "data__val_tasks": "[]"}
@@ -333,7 +335,10 @@ def test_rows_that_are_held_out_and_trained_on_are_named(algorithm, tmp_path, ca
     with ExitStack() as stack:
         tokenizer, mesh = load_tokenizer("char"), make_mesh()
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-        open_plan_and_data(config, tokenizer, {"actor": mesh}, Path(config.run_dir), stack)
+        _, data = open_plan_and_data(
+            config, tokenizer, {"actor": mesh}, Path(config.run_dir), stack
+        )
+    assert data.digests.keys() == {HELD_OUT, COLUMNS}
     assert "3 of 3 held-out rows are training rows too" in caplog.text
 
 

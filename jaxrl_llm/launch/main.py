@@ -1,8 +1,8 @@
-"""Where a command begins, before anything large is imported, and how Ctrl-C ends an import.
+"""Where a command begins, before anything large is imported, and what Ctrl-C does in an import.
 
-A KeyboardInterrupt while Python imports prints where it was, is lost in a callback of jax, or
-crashes jaxlib. Nothing needs to be put away then, so Ctrl-C ends the process of a command at once.
-A program that uses the library keeps its own handlers.
+A KeyboardInterrupt while Python imports prints where it was, is lost in a callback of jax, crashes
+jaxlib, or leaves half of jax, with which nothing works. So Ctrl-C ends the process of a command at
+once, as nothing needs to be put away. In a program that uses the library it waits for the imports.
 """
 
 import os
@@ -36,20 +36,28 @@ def run(name: str) -> NoReturn:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Around imports: Ctrl-C ends the process of a command at once, with one line and code 130."""
-    if not _is_command or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    """Around imports, a second of them.
+
+    Ctrl-C ends the process of a command with one line and code 130. In another program it is a
+    KeyboardInterrupt after them.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _end)
+    waiting: list[int] = []
+    signal.signal(signal.SIGINT, _end if _is_command else lambda number, _: waiting.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if waiting:
+        raise KeyboardInterrupt
 
 
 def _begin() -> None:
     global _is_command
-    _is_command = threading.current_thread() is threading.main_thread()
+    _is_command = True
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -41,18 +41,15 @@ def test_ctrl_c_while_a_command_imports_is_one_line(module, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_program_keeps_its_own_handler(monkeypatch):
-    """An import by the library must not end a notebook."""
-    plain = signal.getsignal(signal.SIGINT)
-    with entry.imports():
-        assert signal.getsignal(signal.SIGINT) is plain
-    monkeypatch.setattr(entry, "_is_command", True)
-    with entry.imports():
-        assert signal.getsignal(signal.SIGINT) is entry._end
+def test_ctrl_c_in_a_program_waits_for_the_imports():
+    """A notebook that was stopped goes on, and half of jax would not work."""
+    plain, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt):
         with entry.imports():
-            pass
-        assert signal.getsignal(signal.SIGINT) is entry._end
-    assert signal.getsignal(signal.SIGINT) is plain
+            with entry.imports():
+                os.kill(os.getpid(), signal.SIGINT)
+            done.append("import")
+    assert done == ["import"] and signal.getsignal(signal.SIGINT) is plain
 
 
 WRITES = """

@@ -10,6 +10,7 @@ import jax
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.multihost import value_of_main
+from jaxrl_llm.supervision.signals import host_work
 
 WAIT_S = 600.0  # for room on a full disk, before a run gives up
 POLL_S = 2.0
@@ -36,6 +37,7 @@ def check_space(folder: Path, needed: int) -> None:
 def wait_for_space(folder: Path, needed: int, say: Callable[[str], None]) -> None:
     """Wait until the disk of `folder` has `needed` bytes free. Every process must call it.
 
+    A request to end the run does not wait for it.
     Raises: ValueError after WAIT_S seconds.
     """
     if (free := _free(folder)) >= needed:
@@ -43,13 +45,14 @@ def wait_for_space(folder: Path, needed: int, say: Callable[[str], None]) -> Non
     what = f"the disk of {folder} has {_gb(free)} free, and a checkpoint takes up to {_gb(needed)}"
     say(f"{what}; the run waits {WAIT_S / 60:g} minutes for room")
     deadline = time.monotonic() + WAIT_S
-    while (free := _free(folder)) < needed:
-        if value_of_main(time.monotonic() > deadline, "disk_full"):
-            raise ValueError(
-                f"{what}, also after {WAIT_S / 60:g} minutes. Make room; the same command then "
-                "goes on from the last checkpoint"
-            )
-        time.sleep(POLL_S)
+    with host_work():
+        while (free := _free(folder)) < needed:
+            if value_of_main(time.monotonic() > deadline, "disk_full"):
+                raise ValueError(
+                    f"{what}, also after {WAIT_S / 60:g} minutes. Make room; the same command then "
+                    "goes on from the last checkpoint"
+                )
+            time.sleep(POLL_S)
     say(f"{_gb(free)} are free; the run goes on")
 
 

@@ -2,8 +2,8 @@
 
 Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's `--signal=USR1@300`)
 all ask for the same. A second signal ends the run at once. So does a reward function that still
-runs WAIT_S after the request: its step could otherwise hold up the end for minutes. A run that
-ended at once goes on from its last checkpoint.
+runs WAIT_S after the request, or a disk that is still full: each could hold up the end for minutes.
+A run that ended at once goes on from its last checkpoint.
 """
 
 import os
@@ -75,7 +75,8 @@ def stop_requests(wait_s: float = WAIT_S) -> Iterator[Callable[[], bool]]:
                 closed.set()
                 raise EndedAtOnce(
                     f"ended inside a step: {wait_s:g} s after {received[0]} a reward function was "
-                    "still running; the same command goes on from the last checkpoint"
+                    "still running, or a save waited for room on the disk; the same command goes "
+                    "on from the last checkpoint"
                 )
             return
         received.append(signal.Signals(number).name)

@@ -1,6 +1,7 @@
 """A full disk: refused at the start, waited for before a save, and nothing is lost."""
 
 import os
+import signal
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from tiny_run import TinyRun
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch import commands
 from jaxrl_llm.supervision import disk_space
+from jaxrl_llm.supervision.signals import EndedAtOnce, stop_requests
 
 FILLER = "filler"
 
@@ -47,6 +49,17 @@ def test_a_save_that_gets_no_room_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_space, "_free", lambda folder: 1)
     with pytest.raises(ValueError, match=r"Make room; the same command then goes on"):
         disk_space.wait_for_space(tmp_path, 2, print)
+
+
+def test_a_request_to_end_does_not_wait_ten_minutes_for_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_space, "POLL_S", 0.01)
+    monkeypatch.setattr(disk_space, "WAIT_S", 20.0)
+    monkeypatch.setattr(disk_space, "_free", lambda folder: 1)
+    with stop_requests(wait_s=0.05) as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(EndedAtOnce, match=r"after SIGTERM .* waited for room on the disk"):
+            disk_space.wait_for_space(tmp_path, 2, print)
+        assert asked()
 
 
 @pytest.fixture

@@ -645,7 +645,7 @@ def test_a_mistake_ends_fast_and_without_jax(config_file, tmp_path):
     before = os.times()
     result = subprocess.run(
         [sys.executable, str(script), f"--config={config_file}", "--config.sed=1"],
-        env={**os.environ, "PYTHONPATH": str(poison)},
+        env={**os.environ, "PYTHONPATH": f"{poison}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -32,9 +32,12 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__") and _is_pipe(stream):
             stream.flush()
-            raw = io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False))
-            kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering")}
-            setattr(sys, name, io.TextIOWrapper(raw, **kept))
+            raw = _Lasting(stream.fileno(), "w", closefd=False)
+            # PYTHONUNBUFFERED has no buffer below the text.
+            below: Any = raw if stream.write_through else io.BufferedWriter(raw)
+            kept = ("encoding", "errors", "line_buffering", "write_through")
+            named = {key: getattr(stream, key) for key in kept}
+            setattr(sys, name, io.TextIOWrapper(below, **named))
 
 
 class _Lasting(io.FileIO):

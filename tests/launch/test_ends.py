@@ -87,6 +87,25 @@ def test_a_reader_that_ends(lasts, tmp_path):
     assert file.exists() == lasts
 
 
+def test_output_without_a_buffer_stays_so():
+    """PYTHONUNBUFFERED is usual in a container, whose log would come late."""
+    code = "import sys; from jaxrl_llm.launch.pipes import outlive_readers; outlive_readers()\n"
+    code += "print('now'); print('err', file=sys.stderr); sys.stdin.read()"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert (process.stdout.readline(), process.stderr.readline()) == ("now\n", "err\n")
+        process.communicate("")
+
+
 def test_another_broken_pipe_keeps_its_traceback():
     def broken(arguments):
         reading, writing = os.pipe()

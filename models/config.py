@@ -283,6 +283,15 @@ class ModelConfig:
         mixture = self.mixture
         return None if mixture is None or layer < mixture.dense_layers else mixture
 
+    def splits_alike(self, groups: int) -> bool:
+        """Whether so many equal groups of layers have the same kinds of layers in the same order.
+
+        Dense layers before those of experts are in none of them.
+        """
+        kinds = self.layer_kinds[self.num_leading_layers :]
+        size, rest = divmod(len(kinds), groups)
+        return not rest and kinds == kinds[:size] * groups
+
     @property
     def num_expert_layers(self) -> int:
         """Layers with experts; they are the last ones."""

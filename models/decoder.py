@@ -237,7 +237,7 @@ class Decoder(nnx.Module):
             return norm(x_BTD), (), routed
         if scan:
             assert cache is None
-            x_BTD, routed = _scanned(layers, x_BTD, *of_layers)
+            x_BTD, routed = _in_loop(layers, x_BTD, *of_layers)
             return norm(x_BTD), (), routed
         x_BTD, new_cache, routed = self._in_turn(layers, x_BTD, cache, *of_layers)
         return norm(x_BTD), new_cache, routed
@@ -319,7 +319,7 @@ def rematerialised(
     return jax.checkpoint(run, policy=_POLICIES.get(remat, kept))
 
 
-def _scanned(
+def _in_loop(
     layers: list[Block],
     x_BTD: jax.Array,
     rope: Any,
@@ -327,32 +327,49 @@ def _scanned(
     remat: Remat,
     routing: Routing | None,
 ) -> tuple[jax.Array, Routed | None]:
+    """All layers, in a loop over the periods of their pattern."""
     graphdefs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
-    period = period_of(graphdefs)
     runs = {graphdef: _block_fn(graphdef, attend, remat) for graphdef in set(graphdefs)}
-    whole = len(layers) - len(layers) % period
-
-    def stack(of_layers: Sequence[Any]) -> list[Any]:
-        """For each layer of a period, what those of all periods have, stacked."""
-        return [
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers[j:whole:period])
-            for j in range(period)
-        ]
-
-    stacked = stack(states)
-
-    def body(x_BTD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
-        routed = []
-        for graphdef, (state, of_layer) in zip(graphdefs, layers, strict=False):
-            x_BTD, _, of_experts = runs[graphdef](state, x_BTD, rope, None, of_layer)
-            routed.append(of_experts)
-        return x_BTD, tuple(routed)
-
     each = [None if routing is None else routing.of_layer(i) for i in range(len(layers))]
-    x_BTD, of_periods = jax.lax.scan(body, x_BTD, tuple(zip(stacked, stack(each), strict=True)))
-    x_BTD, of_others = body(x_BTD, tuple(zip(states[whole:], each[whole:], strict=True)))
-    if of_periods[0] is None:
-        return x_BTD, None
+
+    def run(graphdef: Any, x_BTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Routed | None]:
+        state, of_router = of_layer
+        x_BTD, _, routed = runs[graphdef](state, x_BTD, rope, None, of_router)
+        return x_BTD, routed
+
+    return scanned(run, graphdefs, list(zip(states, each, strict=True)), x_BTD)
+
+
+def scanned(
+    run: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]],
+    kinds: Sequence[Any],
+    of_layers: Sequence[Any],
+    x_BTD: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """The residual stream after `run(kind, x, of_layer)` of all layers, and what these found.
+
+    The layers of a whole period of their kinds are a step of a loop. Those after the last one run
+    one by one. What they found has the layers as its first dim.
+
+    Raises: ValueError for kinds that repeat no pattern.
+    """
+    period = period_of(kinds)
+    whole = len(kinds) - len(kinds) % period
+    # For each layer of a period, what those of all periods have.
+    stacked = [
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers[j:whole:period])
+        for j in range(period)
+    ]
+
+    def body(x_BTD: jax.Array, of_layers: Sequence[Any]) -> tuple[jax.Array, tuple[Any, ...]]:
+        found = []
+        for kind, of_layer in zip(kinds, of_layers, strict=False):
+            x_BTD, of_one = run(kind, x_BTD, of_layer)
+            found.append(of_one)
+        return x_BTD, tuple(found)
+
+    x_BTD, of_periods = jax.lax.scan(body, x_BTD, tuple(stacked))
+    x_BTD, of_others = body(x_BTD, of_layers[whole:])
     # [periods, period, ...] -> [layers, ...]
     joined = jax.tree.map(
         lambda *xs: jnp.stack(xs, axis=1).reshape(whole, *xs[0].shape[1:]), *of_periods

@@ -33,7 +33,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Block, Remat, rematerialised
+from jaxrl_llm.models.decoder import Block, Remat, rematerialised, scanned
 from jaxrl_llm.models.experts import Routed, Routing, nothing_routed
 from jaxrl_llm.models.layers import over_sequence, rope_tables
 from jaxrl_llm.models.lora import dropping_apart
@@ -65,22 +65,22 @@ class Pipeline:
         """Raises: ValueError for layers that the stages cannot share evenly."""
         first, groups = config.num_leading_layers, self.stages * self.rounds
         layers = config.num_layers - first
-        which = f" {layers} layers of experts" if first else f" {layers}"
+        if config.splits_alike(groups):
+            return
+        fits = max(n for n in range(1, groups + 1) if config.splits_alike(n))
+        works = f"a product of {fits}" if self.rounds > 1 else f"config.mesh.pipeline={fits}"
         if layers % groups:
-            fits = [n for n in range(1, groups + 1) if layers % n == 0]
+            which = f" {layers} layers of experts" if first else f" {layers}"
             raise ValueError(
                 f"config.mesh.pipeline={self.stages} with config.mesh.pipeline_rounds="
                 f"{self.rounds} makes {groups} groups of layers, which do not divide the model's"
-                f"{which}; a product of {fits[-1]} works"
+                f"{which}; {works} works"
             )
-        size = layers // groups
-        kinds = config.layer_kinds[first:]
-        if any(kind != kinds[i % size] for i, kind in enumerate(kinds)):
-            raise ValueError(
-                f"config.mesh.pipeline={self.stages}: stages compute the same windows and rope "
-                f"tables in the same order, and groups of {size} of this model's layers differ "
-                f"(windows {config.sliding_window}); config.mesh.pipeline=1 works"
-            )
+        raise ValueError(
+            f"config.mesh.pipeline={self.stages}: stages compute the same rules, windows and rope "
+            f"tables in the same order, and groups of {layers // groups} of this model's layers "
+            f"differ from each other; {works} works"
+        )
 
     def check_adapters(self, config: ModelConfig, layers: Mapping[str, Any]) -> None:
         """Raises: ValueError for `layers` by number whose groups have adapters of other modules."""
@@ -301,21 +301,20 @@ def _group(
         return rematerialised(run, remat, never_kept=WEIGHT)
 
     each = [None if routing is None else routing.of_layer(j) for j in range(len(slots))]
+    of_layers = list(zip(slots, each, strict=True))
+    runs = {graphdef: layer(graphdef) for graphdef in graphdefs}
+    if not scan:  # traced once, as in the decoder
+        runs = {graphdef: jax.jit(run) for graphdef, run in runs.items()}
+
+    def compute(graphdef: Any, x_bTD: jax.Array, of_layer: Any) -> tuple[jax.Array, Routed | None]:
+        slot, routing = of_layer
+        return runs[graphdef](slot, turn, x_bTD, rope, routing)
+
     if scan:
-        if any(graphdef != graphdefs[0] for graphdef in graphdefs):
-            raise ValueError(
-                "the layers of a pipeline stage have several windows, rope tables or adapters, so "
-                "they cannot be scanned: set scan_layers=false"
-            )
-        run = layer(graphdefs[0])
-        stacked = _stacked(list(zip(slots, each, strict=True)))
-        return jax.lax.scan(lambda x, s: run(s[0], turn, x, rope, s[1]), x_bTD, stacked)
-    runs: dict[Any, Callable[..., Any]] = {}
+        return scanned(compute, graphdefs, of_layers, x_bTD)
     found = []
-    for graphdef, slot, of_layer in zip(graphdefs, slots, each, strict=True):
-        if graphdef not in runs:
-            runs[graphdef] = jax.jit(layer(graphdef))  # traced once, as in the decoder
-        x_bTD, routed = runs[graphdef](slot, turn, x_bTD, rope, of_layer)
+    for graphdef, of_layer in zip(graphdefs, of_layers, strict=True):
+        x_bTD, routed = compute(graphdef, x_bTD, of_layer)
         found.append(routed)
     return x_bTD, _stacked(found)
 

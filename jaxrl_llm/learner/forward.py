@@ -114,8 +114,10 @@ def routed_states(
         hidden, routed = routed_states(model, rows.tokens, settings, rows)
         return hidden[:, in_order], routed
 
-    def attend_in(ranges: Ranges | None, layout: Layout | None) -> Attend:
-        split = None
+    delta = model.decoder.config.delta
+
+    def attend_in(of_rows: tuple[Ranges | None, Runs | None], layout: Layout | None) -> Attend:
+        (ranges, runs), split = of_rows, None
         if layout is not None:
             rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
             split = MeshSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
@@ -145,10 +147,8 @@ def routed_states(
             )
             return out, cache
 
-        delta = model.decoder.config.delta
-        if delta is None:
+        if delta is None or runs is None:
             return attend
-        runs = _runs(tokens, ranges, shared=rows is not None and rows.shared)
         chunking = chunking_of(runs, delta.conv_size)
 
         def recur(inputs: Inputs, cache: None) -> tuple[Array, None]:
@@ -159,6 +159,7 @@ def routed_states(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     positions = positions if rows is None else rows.positions
     ranges = None if rows is None else rows.ranges
+    of_rows = (ranges, None if delta is None else _runs(tokens, rows))
     routing = None
     if rows is not None and model.decoder.config.mixture is not None:
         routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
@@ -169,7 +170,7 @@ def routed_states(
             layout=layout,
             config=model.decoder.config,
             attend_in=partial(attend_in, layout=layout.of_stage),
-            rows=ranges,
+            rows=of_rows,
             positions_BT=positions,
             routing=routing,
             remat=settings.remat,
@@ -180,7 +181,7 @@ def routed_states(
         hidden, _, routed = model.routed(
             tokens,
             positions,
-            attend=attend_in(ranges, layout),
+            attend=attend_in(of_rows, layout),
             remat=settings.remat,
             scan=settings.scan_layers,
             residual_dtype=settings.residual_dtype,
@@ -190,12 +191,12 @@ def routed_states(
     return hidden, routed
 
 
-def _runs(tokens: Int[Array, "B T"], ranges: Ranges | None, *, shared: bool) -> Runs:
+def _runs(tokens: Int[Array, "B T"], rows: Rows | None) -> Runs:
     """Which tokens follow which: those of their row, or as packed rows say."""
-    if ranges is None:
+    if rows is None or (ranges := rows.ranges) is None:
         return Runs(jnp.zeros_like(tokens))
     assert ranges.token is None, "tokens of a row that is split are refused"
-    if not shared:
+    if not rows.shared:
         return Runs(ranges.start)
     return Runs(ranges.start, ranges.prefix_start, ranges.prefix_end)
 

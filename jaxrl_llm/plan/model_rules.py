@@ -105,7 +105,8 @@ def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> N
         if model is None or model.delta is None:
             continue
         heads = model.delta.key_heads
-        for given, works in (*_refused(config, name), *_indivisible(config, name, heads)):
+        refused = (*_refused(config, name), *_unlike_stages(config, model))
+        for given, works in (*refused, *_indivisible(config, name, heads)):
             raise ConfigError(
                 f"config.{given} does not work with layers of a gated delta rule, which the model "
                 f"{name} has; --config.{works} works"
@@ -115,13 +116,35 @@ def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> N
 def _refused(config: Config, name: str) -> Iterator[tuple[str, str]]:
     """The settings of this config that a hybrid model `name` refuses, and what to set instead."""
     mesh, fsdp = config.mesh, config.mesh.fsdp
-    for axis in ("sequence", "pipeline"):
+    for axis in ("sequence",):
         if (size := getattr(mesh, axis)) > 1:
             yield f"mesh.{axis}={size}", f"mesh.{axis}=1 --config.mesh.fsdp={fsdp * size}"
     if config.exact == "strict":
         yield "exact=strict", "exact=repeatable"
     if config.rollout.quantization == "float8" and name == "actor":
         yield "rollout.quantization=float8", "rollout.quantization=none"
+
+
+def _unlike_stages(config: Config, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """A pipeline whose stages would compute the rule in other layers than each other."""
+    mesh, delta = config.mesh, model.delta
+    if mesh.pipeline == 1 or model.splits_alike(mesh.pipeline * mesh.pipeline_rounds):
+        return
+    assert delta is not None
+    fits = (
+        (stages, rounds)
+        for rounds in (mesh.pipeline_rounds, 1)
+        for stages in range(mesh.pipeline, 1, -1)
+        if mesh.pipeline % stages == 0 and model.splits_alike(stages * rounds)
+    )
+    stages, rounds = next(fits, (1, 1))
+    works = f"mesh.pipeline={stages}"
+    if stages != mesh.pipeline:  # all devices stay in the mesh
+        works += f" --config.mesh.fsdp={mesh.fsdp * mesh.pipeline // stages}"
+    if rounds != mesh.pipeline_rounds:
+        works += f" --config.mesh.pipeline_rounds={rounds}"
+    given = f"mesh.pipeline={mesh.pipeline} and pipeline_rounds={mesh.pipeline_rounds}"
+    yield f"{given} of {model.num_layers} layers in patterns of {delta.period}", works
 
 
 def _settings_of(config: Config, name: str) -> Iterator[tuple[str, ModelSettings]]:

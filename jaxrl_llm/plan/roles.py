@@ -363,14 +363,9 @@ def _check_scan(role: str, spec: ModelSpec, pipeline: Pipeline | None) -> None:
         kinds = kinds[spec.config.num_leading_layers :]
         kinds = kinds[: len(kinds) // (pipeline.stages * pipeline.rounds)]
     try:
-        period = period_of(kinds)
+        period_of(kinds)
     except ValueError as error:
         raise ValueError(f"config.{role}.scan_layers: {error}") from None
-    if pipeline is not None and period > 1:
-        raise ValueError(
-            f"config.{role}.scan_layers: the layers of a pipeline stage have several windows, rope "
-            "tables or adapters, so they cannot be scanned: set scan_layers to false"
-        )
 
 
 def switch_and_gather(

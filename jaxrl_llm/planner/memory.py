@@ -149,7 +149,7 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     keeps = adds_up or model.adapters or model.settings.remat == "none"
     cast = _cast(model) if keeps else 0.0
     tokens = rows.row_tokens / (mesh.sequence * mesh.tensor)
-    saved = tokens * config.num_layers * saved_bytes(model)
+    saved = tokens * (config.num_layers * saved_bytes(model) + _kept_rules(model))
     if model.adapters and not model.merges and mesh.tensor > 1:
         # Compiled programs then keep one more output of the MLP and the gathered inputs of a layer.
         wide = config.active_size + 2 * config.hidden_size
@@ -157,7 +157,8 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     if mesh.pipeline > 1:
         # A stage holds some of the layers, and keeps what each tick computes, idle ones too.
         ticks = mesh.pipeline * mesh.pipeline_micro_batches + mesh.pipeline - 1
-        saved = tokens * config.num_layers * _looped_bytes(model) * ticks / mesh.pipeline
+        of_token = config.num_layers * _looped_bytes(model) + _kept_rules(model)
+        saved = tokens * of_token * ticks / mesh.pipeline
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
     each = GATHERED_FROZEN if model.adapters else GATHERED
     in_flight = GATHERED_LAYERS * each * gathered_weights(config, mesh.expert) / mesh.tensor
@@ -169,7 +170,7 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
         + cast / devices.shards
         + saved
         + scanned
-        + tokens * (_layer_bytes(model) + _rule_bytes(model))
+        + tokens * (_layer_bytes(model) + RULE_GRADIENTS * _rule_bytes(config))
         + working
         + _logits(model, rows, devices, "update")
     )
@@ -236,16 +237,20 @@ def _looped_bytes(model: Model) -> float:
     )
 
 
-def _rule_bytes(model: Model) -> float:
-    """Bytes of one token in the rule whose backward pass runs, and in all that are kept."""
+def _kept_rules(model: Model) -> float:
+    """Bytes of one token that all gated delta rules keep for the backward pass."""
     config = model.config
+    rules = config.num_layers - config.num_attention_layers
+    return RULE_KEPT * rules * _rule_bytes(config) if model.settings.remat == "none" else 0.0
+
+
+def _rule_bytes(config: ModelConfig) -> float:
+    """The size of what a gated delta rule has of one token; see `RULE_KEPT`."""
     if (delta := config.delta) is None:
         return 0.0
     numbers = RULE_DIMS * (delta.key_dim + delta.value_dim) + RULE_PAIRS * CHUNK
     numbers += RULE_STATES * delta.key_dim * delta.value_dim / CHUNK
-    rules = config.num_layers - config.num_attention_layers
-    kept = RULE_KEPT * (rules if model.settings.remat == "none" else 0)
-    return 4.0 * delta.value_heads * numbers * (kept + RULE_GRADIENTS)
+    return 4.0 * delta.value_heads * numbers
 
 
 def _layer_bytes(model: Model) -> float:

@@ -12,12 +12,24 @@ from jaxrl_llm.launch.described_models import check_models
 
 OF_ACTOR = {f"actor.hf_config.{key}": value for key, value in (MODEL | HYBRID).items()}
 
+EIGHT_LAYERS = {f"{role}.hf_config.num_hidden_layers": 8 for role in ("actor", "critic")}
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"mesh.sequence": 2, "mesh.fsdp": 2}, "mesh.sequence=1 --config.mesh.fsdp=4 works"),
-        ({"mesh.pipeline": 2}, "mesh.pipeline=1 --config.mesh.fsdp=2 works"),
+        ({"mesh.pipeline": 2}, "2 layers in patterns of 2.*mesh.pipeline=1 --config.mesh.fsdp=2 w"),
+        (
+            EIGHT_LAYERS | {"mesh.pipeline": 4, "mesh.pipeline_rounds": 2},
+            "8 layers in patterns of 2.*mesh.pipeline=2 --config.mesh.fsdp=2 works",
+        ),
+        (
+            EIGHT_LAYERS
+            | {"mesh.pipeline": 4, "mesh.pipeline_rounds": 2}
+            | {"actor.hf_config.full_attention_interval": 4},
+            "mesh.pipeline=2 --config.mesh.fsdp=2 --config.mesh.pipeline_rounds=1 works",
+        ),
         ({"mesh.tensor": 4}, "tensor=4 with 2 key heads.*mesh.tensor=2 --config.mesh.fsdp=2 works"),
         ({"mesh.fsdp": 4, "mesh.generation.tensor": 4}, "--config.mesh.generation.tensor=2 works"),
         ({"mesh.fsdp": 4, "actor.tensor": 4}, "--config.actor.tensor=2 works"),

@@ -1,9 +1,17 @@
-"""How the devices of a mesh share the work of a kernel, which the partitioner cannot split."""
+"""How the devices of a mesh share the work of a kernel, which the partitioner cannot split.
+
+Where they share the tokens of a row, each device has two chunks of it: of 2n equal chunks, device i
+of n has i and 2n - 1 - i. Causal attention is then the same work on each device.
+
+Shape letters: B rows, T tokens of a row.
+"""
 
 import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +48,29 @@ def axes_size(axes: tuple[str, ...]) -> int:
     """The devices along these axes of the mesh in scope."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[axis] for axis in axes)
+
+
+def token_order(length: int, parts: int) -> np.ndarray:
+    """The position in the row of each token, in the order in which `parts` devices hold them.
+
+    Requires: `length` is a multiple of 2 * `parts`, or `parts` is 1.
+    """
+    if parts == 1:
+        return np.arange(length)
+    first = np.arange(parts)
+    mine = np.stack([first, 2 * parts - 1 - first], axis=1)
+    return np.arange(length).reshape(2 * parts, -1)[mine].reshape(-1)
+
+
+def in_row_order(x_BT: jax.Array, parts: int) -> jax.Array:
+    """Tokens in the order of their row, of tokens in `token_order`."""
+    B, T, *rest = x_BT.shape
+    x = x_BT.reshape(B, parts, 2, T // (2 * parts), *rest)
+    return jnp.concatenate([x[:, :, 0], x[:, ::-1, 1]], axis=1).reshape(x_BT.shape)
+
+
+def in_token_order(x_BT: jax.Array, parts: int) -> jax.Array:
+    """Tokens in `token_order`, of tokens in the order of their row."""
+    B, T, *rest = x_BT.shape
+    x = x_BT.reshape(B, 2, parts, T // (2 * parts), *rest)
+    return jnp.stack([x[:, 0], x[:, 1, ::-1]], axis=2).reshape(x_BT.shape)

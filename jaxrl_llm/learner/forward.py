@@ -27,7 +27,7 @@ from jaxrl_llm.kernels.flash_attention import (
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, chunking_of, gated_delta
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
-from jaxrl_llm.kernels.mesh_split import MeshSplit
+from jaxrl_llm.kernels.mesh_split import MeshSplit, in_row_order
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
@@ -159,7 +159,7 @@ def routed_states(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     positions = positions if rows is None else rows.positions
     ranges = None if rows is None else rows.ranges
-    of_rows = (ranges, None if delta is None else _runs(tokens, rows))
+    of_rows = (ranges, None if delta is None else _runs(tokens, rows, layout))
     routing = None
     if rows is not None and model.decoder.config.mixture is not None:
         routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
@@ -191,14 +191,21 @@ def routed_states(
     return hidden, routed
 
 
-def _runs(tokens: Int[Array, "B T"], rows: Rows | None) -> Runs:
-    """Which tokens follow which: those of their row, or as packed rows say."""
+def _runs(tokens: Int[Array, "B T"], rows: Rows | None, layout: Layout | None) -> Runs:
+    """Which tokens follow which: those of their row, or as packed rows say.
+
+    They are in the order of the row, whatever order `rows` have, and whole on every device.
+    """
     if rows is None or (ranges := rows.ranges) is None:
         return Runs(jnp.zeros_like(tokens))
-    assert ranges.token is None, "tokens of a row that is split are refused"
-    if not rows.shared:
-        return Runs(ranges.start)
-    return Runs(ranges.start, ranges.prefix_start, ranges.prefix_end)
+    runs = Runs(ranges.start)
+    if rows.shared:
+        runs = Runs(ranges.start, ranges.prefix_start, ranges.prefix_end)
+    if layout is None or rows.parts == 1:
+        return runs
+    return jax.tree.map(
+        lambda x: layout.constrain(in_row_order(x, rows.parts), "batch", None), runs
+    )
 
 
 def spread(rows: Rows, layout: Layout | None) -> Rows:

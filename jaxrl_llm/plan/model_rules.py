@@ -115,10 +115,6 @@ def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> N
 
 def _refused(config: Config, name: str) -> Iterator[tuple[str, str]]:
     """The settings of this config that a hybrid model `name` refuses, and what to set instead."""
-    mesh, fsdp = config.mesh, config.mesh.fsdp
-    for axis in ("sequence",):
-        if (size := getattr(mesh, axis)) > 1:
-            yield f"mesh.{axis}={size}", f"mesh.{axis}=1 --config.mesh.fsdp={fsdp * size}"
     if config.exact == "strict":
         yield "exact=strict", "exact=repeatable"
     if config.rollout.quantization == "float8" and name == "actor":

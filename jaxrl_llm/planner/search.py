@@ -137,8 +137,7 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
     if mesh.sequence * mesh.tensor > per_host:
         return False
     for model in work.models.values():
-        layers = model.config.num_layers - model.config.num_leading_layers
-        if not _divides(model, mesh.tensor) or layers % mesh.pipeline:
+        if not _divides(model, mesh.tensor) or not model.config.splits_alike(mesh.pipeline):
             return False
         if _stored_size(model) % (mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence):
             return False
@@ -158,7 +157,8 @@ def _stored_size(model: Model) -> int:
 def _divides(model: Model, tensor: int) -> bool:
     config = model.config
     inner = config.mixture.expert_size if config.mixture else config.intermediate_size
-    return config.num_heads % tensor == 0 and inner % tensor == 0
+    heads = math.gcd(config.num_heads, config.delta.key_heads if config.delta else 0)
+    return heads % tensor == 0 and inner % tensor == 0
 
 
 def few_settings(work: Work, choices: Sequence[LayoutChoice]) -> list[Work]:

@@ -1,10 +1,10 @@
 """Bytes that one device receives in a stage, by mesh axes. No jax.
 
 They follow the sharding rules: weights are gathered over `fsdp` and its neighbours for each
-micro-batch, `tensor` moves activations, `sequence` keys and values. `data` sums float32 gradients
-once an optimizer step, after the last micro-batch, so nothing hides it. The axis `expert` moves
-tokens to experts and sums back, and gathers the weights of all else. A plan that compiles the
-programs reads the bytes from them instead.
+micro-batch, `tensor` moves activations, `sequence` keys and values, or what a gated delta rule
+reads and gives. `data` sums float32 gradients once an optimizer step, after the last micro-batch,
+so nothing hides it. The axis `expert` moves tokens to experts and sums back, and gathers the
+weights of all else. A plan that compiles the programs reads the bytes from them instead.
 """
 
 import math
@@ -85,7 +85,9 @@ def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
     received |= _tokens(model, rows, devices, update=True)
     again = 1.4 if model.settings.remat == "full" else 1.0
     received |= _activations(model, rows, devices, mesh.tensor, passes=2.5 * again)
-    received |= _keys(model, rows, devices, copies=2 * 2 * again + 4)
+    keys = _keys(model, rows, devices, copies=2 * 2 * again + 4)
+    rules = _rules(model, rows, devices, passes=2 if model.settings.remat == "none" else 3)
+    received["sequence"] = keys + rules
     if mesh.pipeline > 1:
         size = rows.tokens * config.hidden_size * 4 * 2 * mesh.pipeline_rounds
         received["pipeline"] = size / (mesh.sequence * mesh.tensor)
@@ -107,7 +109,8 @@ def of_pass(model: Model, rows: Rows, devices: Devices) -> Traffic:
     )
     received |= _tokens(model, rows, devices, update=False)
     received |= _activations(model, rows, devices, tensor, passes=1)
-    received |= _keys(model, rows, devices, copies=2)
+    keys = _keys(model, rows, devices, copies=2)
+    received["sequence"] = keys + _rules(model, rows, devices, passes=1)
     waiting = _ring_seconds(model, devices) + _exchange_latency(model, devices)
     return _without_zeros(received, rows.micro_batches * waiting)
 
@@ -190,11 +193,31 @@ def _tokens(model: Model, rows: Rows, devices: Devices, *, update: bool) -> dict
     return {EXPERT: each * tokens * others * layers}
 
 
-def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> dict[str, float]:
+def _keys(model: Model, rows: Rows, devices: Devices, *, copies: float) -> float:
+    """Bytes of keys and values, which each device of a row gathers."""
     config, mesh = model.config, devices.mesh
     heads = max(1.0, config.num_kv_heads / mesh.tensor)
-    size = 2 * copies * rows.tokens * heads * config.head_dim * config.num_layers
-    return {"sequence": size * _share(mesh.sequence)}
+    size = 2 * copies * rows.tokens * heads * config.head_dim * config.num_attention_layers
+    return size * _share(mesh.sequence)
+
+
+def _rules(model: Model, rows: Rows, devices: Devices, *, passes: int) -> float:
+    """Bytes of tokens on their way to the devices of their heads in gated delta rules, and back.
+
+    Key heads that the devices of a row do not divide are sent for each value head. Decays, rates
+    and outputs are float32. Their gradients go the same ways.
+    """
+    config, mesh, delta = model.config, devices.mesh, model.config.delta
+    if delta is None:
+        return 0.0
+    keys, values = delta.key_heads // mesh.tensor, delta.value_heads // mesh.tensor
+    if keys % mesh.sequence:
+        keys = values = -(-values // mesh.sequence) * mesh.sequence
+    there = (2 * keys * delta.key_dim + values * delta.value_dim) * model.itemsize + 2 * 4 * values
+    back = 4 * values * delta.value_dim
+    rules = config.num_layers - config.num_attention_layers
+    of_device = rows.tokens / mesh.sequence
+    return passes * rules * of_device * (there + back) * _share(mesh.sequence)
 
 
 def _weights(

@@ -62,6 +62,9 @@ one_device = functools.cache(lambda kind, layers: iterate(kind, {}, layers))
         ("grpo", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
         ("grpo", {"pipeline": 2, "data": 2, "pipeline_micro_batches": 2}, 4),
         ("ppo", {"pipeline": 2, "fsdp": 2, "tensor": 2}, 4),
+        ("grpo", {"data": 2, "sequence": 4}, 2),
+        ("ppo", {"fsdp": 2, "sequence": 2, "tensor": 2}, 2),
+        ("grpo", {"pipeline": 2, "sequence": 2, "tensor": 2}, 4),
     ],
     ids=str,
 )

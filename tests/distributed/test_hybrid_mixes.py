@@ -52,15 +52,23 @@ def batch() -> dict[str, Any]:
     }
 
 
-def found(model: str, sizes: dict[str, int], *, packed: bool, scan: bool = False) -> Any:
+def found(
+    model: str,
+    sizes: dict[str, int],
+    *,
+    packed: bool,
+    scan: bool = False,
+    dtype: str = "float32",
+) -> Any:
     """A weighted sum of log-probs with these, and its gradient."""
     spec = model_spec(config_from_hf(MODEL | MODELS[model]))
     config = MeshConfig(**sizes)
     mesh = make_mesh(**config.sizes)
-    settings = ModelSettings(scan_layers=scan, remat="full")
+    settings = ModelSettings(scan_layers=scan, remat="full", dtype=dtype)
     role = make_role("actor", spec, settings, mesh, phases=config)
     rows, replicas = config.pipeline_micro_batches, config.num_replicas
-    packing = Packed(row_tokens=200, group=GROUP, num_replicas=replicas, rows=rows)
+    row_tokens = 32 + 144 // (rows * replicas)  # most of which are real
+    packing = Packed(row_tokens=row_tokens, group=GROUP, num_replicas=replicas, rows=rows)
     parts = packing if packed else Padded()
 
     def loss(params: Any, fields: Any) -> Any:
@@ -69,18 +77,24 @@ def found(model: str, sizes: dict[str, int], *, packed: bool, scan: bool = False
         logprobs = found * fields["mask"]
         return (logprobs * fields["weights"]).sum(), logprobs
 
-    params = make_global(random_params(spec.params, 3, scale=0.1), role.param_shardings)
+    params = make_global(random_params(spec.params, 3, scale=0.05), role.param_shardings)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return fetch(run(params, make_global(batch(), batch_sharding(mesh))))
 
 
-one_device = functools.cache(lambda model: found(model, {}, packed=False))
+one_device = functools.cache(lambda model: found(model, {}, packed=False, scan=True))
 
 
 @pytest.mark.parametrize(
     ("model", "sizes", "packed", "scan"),
     [
-        ("four layers", {"pipeline": 2, "tensor": 2}, True, False),
+        ("four layers", {"pipeline": 2, "sequence": 2, "tensor": 2}, True, False),
+        SLOW("four layers", {"sequence": 2, "fsdp": 2}, True, False),
+        SLOW("four layers", {"data": 2, "sequence": 4}, True, False),
+        SLOW("four layers", {"sequence": 8}, False, False),
+        SLOW("eight layers", {"data": 2, "sequence": 2, "tensor": 2}, False, True),
+        SLOW("experts", {"sequence": 2, "expert": 2, "tensor": 2}, True, False),
+        SLOW("experts", STAGES | {"expert": 2, "sequence": 2}, True, False),
         SLOW("four layers", {"data": 2, "pipeline": 2, "tensor": 2}, False, False),
         SLOW("eight layers", ROUNDS, True, False),
         SLOW("eight layers", {"pipeline": 2}, False, True),
@@ -93,6 +107,22 @@ def test_a_mix_equals_one_device(monkeypatch, model, sizes, packed, scan):
     monkeypatch.setattr(runs, "CHUNK", 8)
     mix = found(model, sizes, packed=packed, scan=scan)
     jax.tree.map(close, mix, one_device(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"sequence": 4}, {"pipeline": 2, "sequence": 2, "tensor": 2}])
+def test_gradients_in_bfloat16(sizes):
+    """In the mean of all weights a mesh is as far from float32 as one device is."""
+    exact = one_device("four layers")[1]
+
+    def distance(sizes: dict[str, int]) -> float:
+        gradients = found("four layers", sizes, packed=True, dtype="bfloat16")[1]
+        pairs = zip(*map(jax.tree.leaves, (gradients, exact)), strict=True)
+        return float(np.mean([np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]))
+
+    of_one = distance({})
+    assert of_one > 1e-3
+    assert distance(sizes) <= 1.5 * of_one
 
 
 def close(found: np.ndarray, expected: np.ndarray) -> None:

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from target import abstract, h200_mesh, needs_compiler
+from target import CUBLAS, abstract, h200_mesh, needs_compiler
+from test_training_compiles import ROW, update
 
+from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.kernels.gated_delta import (
     Begin,
     DeltaState,
@@ -20,9 +22,26 @@ from jaxrl_llm.kernels.gated_delta import (
 )
 from jaxrl_llm.kernels.hopper import compiling_for_hopper
 from jaxrl_llm.kernels.mesh_split import MeshSplit
+from jaxrl_llm.models.config import GatedDelta, ModelConfig
 
 pytestmark = needs_compiler
 T, G, N, H, V, W = 256, 2, 4, 128, 128, 4
+HYBRID = ModelConfig(
+    family="qwen3_5_text",
+    vocab_size=8192,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    tie_word_embeddings=True,
+    unit_offset=True,
+    qk_norm=True,
+    attention_gate=True,
+    rotary_factor=0.5,
+    delta=GatedDelta(period=2, key_heads=8, value_heads=8, key_dim=H, value_dim=V, conv_size=W),
+)
 # Of an exact run, whose Triton matmuls are an error without a card.
 OPTIONS = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
@@ -124,3 +143,40 @@ def test_each_device_has_its_rows_and_heads():
     kernels = outputs_of(program, "gated_delta_scan")
     assert len(kernels) == 2 and all(f"f32[{states}]" in shapes for shapes in kernels)
     assert "all-gather" not in operations(program)
+
+
+def test_devices_that_share_a_row_have_all_tokens_of_some_heads():
+    """Tokens come by exchanges, each way once; the kernels see whole rows of one head."""
+    mesh = h200_mesh((1, 1, 2), sequence=2)
+    split = MeshSplit(tokens=("sequence",), heads=("tensor",))
+
+    def total(inputs, runs, given):
+        return (gated_delta(inputs, chunking_of(runs, W), split) * given).sum()
+
+    by_head = NamedSharding(mesh, PartitionSpec(None, "sequence", "tensor"))
+    inputs = abstract(inputs_of(1, T), by_head)
+    inputs = inputs._replace(
+        kernels=abstract(inputs.kernels, NamedSharding(mesh, PartitionSpec("tensor")))
+    )
+    runs = abstract(Runs(array(1, T, dtype=jnp.int32)), NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        program = compiled(jax.grad(total), (inputs, runs, abstract(array(1, T, N, V), by_head)))
+    states = ",".join(map(str, (T // 64, 1, 1, H, 1, V)))
+    kernels = outputs_of(program, "gated_delta_scan")
+    assert len(kernels) == 2 and all(f"f32[{states}]" in shapes for shapes in kernels)
+    # A sum needs no outputs: none go back, only their gradients, and those of what came.
+    exchanges = re.findall(r" all-to-all(?:-start)?\(", program.as_text())
+    assert len(exchanges) == 2 * 2 + 1
+    assert "all-gather" not in operations(program)
+
+
+@pytest.mark.slow
+def test_stages_whose_devices_share_a_row():
+    """An update. A stage has one rule: forward, again for its gradient, and the gradient."""
+    phases = MeshConfig(pipeline=2, sequence=2)
+    with compiling_for_hopper():
+        how = {"compiler_options": CUBLAS, "remat": "full"}
+        program = update((1, 1, 1), config=HYBRID, phases=phases, **how)
+    kernels = outputs_of(program, "gated_delta_scan")
+    states = ",".join(map(str, (ROW // 64, 1, 8 // 2, H, 2, V)))
+    assert len(kernels) == 3 and all(f"f32[{states}]" in shapes for shapes in kernels)

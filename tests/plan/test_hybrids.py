@@ -18,7 +18,6 @@ EIGHT_LAYERS = {f"{role}.hf_config.num_hidden_layers": 8 for role in ("actor", "
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.sequence": 2, "mesh.fsdp": 2}, "mesh.sequence=1 --config.mesh.fsdp=4 works"),
         ({"mesh.pipeline": 2}, "2 layers in patterns of 2.*mesh.pipeline=1 --config.mesh.fsdp=2 w"),
         (
             EIGHT_LAYERS | {"mesh.pipeline": 4, "mesh.pipeline_rounds": 2},

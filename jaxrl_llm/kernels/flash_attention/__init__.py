@@ -23,14 +23,10 @@ from jaxrl_llm.kernels.flash_attention.reference import (
     check_inputs,
     visible_keys,
 )
-from jaxrl_llm.kernels.flash_attention.split import (
-    gathered,
-    split_attention,
-    token_order,
-)
+from jaxrl_llm.kernels.flash_attention.split import gathered, split_attention
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility, packed_visibility
 from jaxrl_llm.kernels.hopper import on_hopper
-from jaxrl_llm.kernels.mesh_split import MeshSplit
+from jaxrl_llm.kernels.mesh_split import MeshSplit, token_order
 from jaxrl_llm.kernels.strict import Strict
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Attention on a mesh: each device computes its own rows, heads and queries.
 
-Tokens may be split too (context parallelism). Each device then has two chunks of every row: of 2n
-equal chunks, device i of n has i and 2n - 1 - i. Causal attention is the same work on each device.
-Keys and values are gathered over the devices, which grouped heads make small.
+Tokens may be split too (context parallelism), in `token_order`. Keys and values are gathered over
+the devices, which grouped heads make small.
 
 Shape letters: those of common.py.
 """
@@ -13,24 +12,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
-from jaxrl_llm.kernels.mesh_split import MeshSplit, axes_size
-
-
-def token_order(length: int, parts: int) -> np.ndarray:
-    """The position in the row of each token, in the order in which `parts` devices hold them.
-
-    Requires: `length` is a multiple of 2 * `parts`, or `parts` is 1.
-    """
-    if parts == 1:
-        return np.arange(length)
-    first = np.arange(parts)
-    mine = np.stack([first, 2 * parts - 1 - first], axis=1)
-    return np.arange(length).reshape(2 * parts, -1)[mine].reshape(-1)
+from jaxrl_llm.kernels.mesh_split import MeshSplit, axes_size, in_row_order
 
 
 def split_attention(
@@ -74,7 +60,7 @@ def split_attention(
         if parts > 1 and visibility is not None:
             real_BT11 = visibility.real()[:, :, None, None]
             k_BTKH, v_BTKH = (
-                _in_row_order(gathered(jnp.where(real_BT11, x, 0), split.tokens), parts)
+                in_row_order(gathered(jnp.where(real_BT11, x, 0), split.tokens), parts)
                 for x in (k_BTKH, v_BTKH)
             )
         return attend(q_BTNH, k_BTKH, v_BTKH, lengths_B, visibility, sinks_N)
@@ -108,10 +94,3 @@ def _gathered_backward(axes: tuple[str, ...], _: None, gradient: Array) -> tuple
 
 
 gathered.defvjp(lambda x, axes: (gathered(x, axes), None), _gathered_backward)
-
-
-def _in_row_order(x_BS: Array, parts: int) -> Array:
-    """Tokens in the order of their row, of tokens in `token_order`."""
-    B, S, *rest = x_BS.shape
-    x = x_BS.reshape(B, parts, 2, S // (2 * parts), *rest)
-    return jnp.concatenate([x[:, :, 0], x[:, ::-1, 1]], axis=1).reshape(x_BS.shape)

@@ -27,7 +27,12 @@ from jaxrl_llm.kernels.gated_delta.inputs import (
 )
 from jaxrl_llm.kernels.gated_delta.runs import Chunking, Runs, by_chunk, chunk_size, chunking_of
 from jaxrl_llm.kernels.gated_delta.scan import Moves, scan_chunks
-from jaxrl_llm.kernels.gated_delta.split import chunking_specs, on_each_device, state_specs
+from jaxrl_llm.kernels.gated_delta.split import (
+    chunking_specs,
+    on_each_device,
+    over_tokens,
+    state_specs,
+)
 from jaxrl_llm.kernels.gated_delta.step import Begin, begun, gated_delta_step
 from jaxrl_llm.kernels.mesh_split import MeshSplit
 
@@ -49,14 +54,17 @@ __all__ = [
 def gated_delta(inputs: Inputs, chunking: Chunking, split: MeshSplit | None = None) -> jax.Array:
     """The outputs of all tokens, float32 [B, T, N, V].
 
-    Requires: inputs of padding are finite, as a chunk multiplies them by 0.
+    Requires: inputs of padding are finite, as a chunk multiplies them by 0. Where tokens are split,
+        they are in `token_order`; the chunking is that of rows in their own order.
     """
     if split is not None and split.num_devices > 1:
+        tokens = split.tokens or None
 
         def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
-            return (chunking_specs(chunking, rows),), PartitionSpec(rows, None, heads)
+            return (chunking_specs(chunking, rows),), PartitionSpec(rows, tokens, heads)
 
-        return on_each_device(split, gated_delta, inputs, (chunking,), specs)
+        compute = over_tokens(gated_delta, split)
+        return on_each_device(split, compute, inputs, (chunking,), specs)
     return _by_chunks(inputs, chunking)[0]
 
 

@@ -21,6 +21,8 @@ from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.models.base import frozen_spec
 from jaxrl_llm.models.frozen import dequantized
 
+pytestmark = pytest.mark.ci
+
 LORA = LoraConfig(rank=2, alpha=1.0)
 ONE_LAYER = {"num_hidden_layers": 1}
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_iteration import MODEL, random_params
 
 from jaxrl_llm import config as c
@@ -25,6 +26,8 @@ from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.states import derive_reference
+
+pytestmark = pytest.mark.ci
 
 SIZE = 16
 # A large eps: otherwise Adam turns the rounding of gradients near 0 into whole steps.

@@ -26,6 +26,8 @@ from jaxrl_llm.plan.models import open_meshes
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.ci
+
 APART = {"actor": "0-3", "critic": "4-5", "reference": "critic", "reward": "6,7"}
 
 

@@ -226,6 +226,7 @@ def test_iteration_data_2_fsdp_2_tensor_2():
     check_iteration(MESHES[2])
 
 
+@pytest.mark.ci
 def test_each_phase_and_the_critic_in_a_layout_of_its_own():
     """Training in 8 shards, generation and the critic by pairs of devices, passes by fours."""
     phases = {"generation": PhaseMeshConfig(tensor=2), "passes": PhaseMeshConfig(tensor=4)}

@@ -79,6 +79,7 @@ def check_learning(sizes, row_tokens=0):
             close(one, other, role)
 
 
+@pytest.mark.ci
 def test_ppo_on_fsdp_2_sequence_2_tensor_2():
     check_learning(WITH_ALL, row_tokens=25)
 

@@ -15,6 +15,7 @@ INTERRUPTED_IMPORT = """
 import builtins, os, signal, sys
 from jaxrl_llm.launch.main import main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 plain, last = builtins.__import__, sys.argv.pop(1)
 
 class Dropped:
@@ -43,13 +44,18 @@ def test_ctrl_c_while_a_command_imports_is_one_line(module, tmp_path):
 
 def test_ctrl_c_in_a_program_waits_for_the_imports():
     """A notebook that was stopped goes on, and half of jax would not work."""
-    plain, done = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt):
-        with entry.imports():
+    done = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
             with entry.imports():
-                os.kill(os.getpid(), signal.SIGINT)
-            done.append("import")
-    assert done == ["import"] and signal.getsignal(signal.SIGINT) is plain
+                with entry.imports():
+                    os.kill(os.getpid(), signal.SIGINT)
+                done.append("import")
+        assert done == ["import"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 WRITES = """

@@ -83,6 +83,7 @@ from jaxrl_llm.trainer.states import (
     to_items,
 )
 from jaxrl_llm.trainer.training import Training
+from jaxrl_llm.types import Prompt
 
 NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
 
@@ -481,10 +482,8 @@ class RunData:
     loader: AnyLoader  # of the training data
     num_rows: int  # of the training data
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
-    records: OfflineRecords | None = None  # of offline training
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # of what is compared at a resume and may change
+    records: OfflineRecords | None  # of offline training
+    digests: dict[str, str]  # of what is compared at a resume and may change
 
     @property
     def num_held_out(self) -> int:
@@ -541,16 +540,12 @@ def open_plan_and_data(
     Every program is traced here, so that shapes and fields that do not fit are refused.
     Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
-    records, validator, digests = None, None, {}
-    whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
+    records, validator, prompts = None, None, []
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
         records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader, num_rows, prompts = records.loader(), len(records.train), []
+        loader, num_rows = records.loader(), len(records.train)
         stack.callback(loader.close)
-        if whole:
-            say_overlap(records.train, records.held_out)
-            digests[HELD_OUT] = sampled_digest([(x.token_ids, x.answer) for x in records.held_out])
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
         plan.trace(records.sizes)
     else:
@@ -569,20 +564,31 @@ def open_plan_and_data(
         plan.trace(_start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
-        if whole:
-            say_overlap(prompts, validator.prompts)
-            digests[HELD_OUT] = sampled_digest([(x.token_ids, x.answer) for x in validator.prompts])
-    if whole:
-        digests[COLUMNS] = sampled_digest([prompt.columns for prompt in prompts])
+    whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
     data = RunData(
         config=config,
         loader=loader,
         validator=validator,
         records=records,
         num_rows=num_rows,
-        digests=digests,
+        digests=_compare_rows(prompts, records, validator) if whole else {},
     )
     return plan, data
+
+
+def _compare_rows(
+    prompts: Sequence[Prompt], records: OfflineRecords | None, validator: Validator | None
+) -> dict[str, str]:
+    """Say which held-out rows are trained on; digests of what of the rows may change later."""
+    answered = [] if validator is None else validator.prompts
+    if records is None:
+        say_overlap(prompts, answered)
+        columns = {COLUMNS: sampled_digest([prompt.columns for prompt in prompts])}
+    else:
+        say_overlap(records.train, records.held_out)
+        columns = {}
+    held_out = [*([] if records is None else records.held_out), *answered]
+    return columns | {HELD_OUT: sampled_digest([(x.token_ids, x.answer) for x in held_out])}
 
 
 # ------------------------------------------------------------------------- folders

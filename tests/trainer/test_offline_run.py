@@ -28,7 +28,7 @@ from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords
 from jaxrl_llm.trainer.progress import Summary
-from jaxrl_llm.trainer.run import open_plan_and_data, train
+from jaxrl_llm.trainer.run import RunData, open_plan_and_data, train
 
 STEPS = 6
 
@@ -296,15 +296,20 @@ def test_a_plan_that_cannot_work_is_refused(algorithm, changes, message, tmp_pat
 LABELLED = [("1+1=", "2", True), ("2+3=", "4", False), ("3-2=", "1", True)]
 
 
-def opened(folder: Path, algorithm: str, **changes: str) -> OfflineRecords:
+def opened_data(folder: Path, algorithm: str, **changes: str) -> RunData:
     """The data of a run that is planned, before any weights are made."""
     config = tiny(folder, algorithm, **changes)
     with ExitStack() as stack:
         tokenizer, mesh, run_dir = load_tokenizer("char"), make_mesh(), Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        _, data = open_plan_and_data(config, tokenizer, {"actor": mesh}, run_dir, stack)
-        assert data.records is not None
-        return data.records
+        return open_plan_and_data(config, tokenizer, {"actor": mesh}, run_dir, stack)[1]
+
+
+def opened(folder: Path, algorithm: str, **changes: str) -> OfflineRecords:
+    """The records of a run of `opened_data`."""
+    records = opened_data(folder, algorithm, **changes).records
+    assert records is not None
+    return records
 
 
 def labelled_file(folder: Path, number: int) -> str:
@@ -331,15 +336,21 @@ def test_rows_that_are_held_out_and_trained_on_are_named(algorithm, tmp_path, ca
     files |= {"data__train_tasks": "[]", "data__val_tasks": "[]"}
     if algorithm == "grpo":
         files |= {"data__columns": "{ground_truth: completion}", "warmup": "null"}
-    config = tiny(tmp_path, algorithm, **files)
-    with ExitStack() as stack:
-        tokenizer, mesh = load_tokenizer("char"), make_mesh()
-        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-        _, data = open_plan_and_data(
-            config, tokenizer, {"actor": mesh}, Path(config.run_dir), stack
-        )
-    assert data.digests.keys() == {HELD_OUT, COLUMNS}
+    data = opened_data(tmp_path, algorithm, **files)
+    assert data.digests.keys() == ({HELD_OUT} if algorithm == "kto" else {HELD_OUT, COLUMNS})
     assert "3 of 3 held-out rows are training rows too" in caplog.text
+
+
+def test_held_out_records_are_compared_where_their_prompts_are_answered_too(tmp_path):
+    """Before, the digest was of the prompts alone."""
+    files = {"data__val_files": labelled_file(tmp_path, 3), "data__val_tasks": "[]"}
+    files |= {"validation__generate": "true"}
+    file, found = tmp_path / "labelled.jsonl", []
+    with_answers = file.read_text().replace("}", ', "ground_truth": "2"}')
+    for text in (with_answers, with_answers.replace("false", "true")):
+        file.write_text(text)
+        found.append(opened_data(tmp_path, "kto", **files).digests[HELD_OUT])
+    assert found[0] != found[1]
 
 
 def test_held_out_records_that_leave_one_over_are_each_mismatched_with_another(tmp_path):

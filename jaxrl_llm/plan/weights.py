@@ -97,8 +97,9 @@ def _check_base(role: Role, base: Params, settings: AdaptedSettings) -> None:
     """
     folder = settings.lora.path
     name, mark = base_of_adapter(folder)
-    now = mark_of(digests.array_digests({role.name: base})[role.name])
-    if mark.get(BASE_FORM) == now[BASE_FORM]:
+    # Of a whole base this takes seconds, which other files of adapters need not wait for.
+    now = mark_of(digests.array_digests({role.name: base})[role.name]) if mark else {}
+    if mark and mark[BASE_FORM] == now[BASE_FORM]:
         if mark[BASE_BITS] != now[BASE_BITS]:
             raise ConfigError(
                 f"the adapter in {folder} was trained on other frozen weights than those of "

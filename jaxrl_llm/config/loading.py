@@ -145,8 +145,8 @@ def _where_it_is(config: Config, folder: Path) -> Config:
     if stored.resolve() == folder.resolve() or not any(exists(folder / name) for name in BEGUN):
         return config
     _log.warning(
-        "the run is in %s, and its %s names the folder %s: it goes on in %s; to begin another run "
-        "like it, give --config.run_dir=FOLDER",
+        "the run is in %s, and its %s names the folder %s: it goes on in %s, unless "
+        "--config.run_dir=FOLDER begins another run like it",
         folder,
         CONFIG,
         stored,

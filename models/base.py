@@ -139,9 +139,10 @@ def _model_spec(
             "--config.rollout.quantization=none"
         )
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
-    if config.mixture is not None and (form == FROZEN or form.startswith("float8")):
-        key = "actor.base_dtype=bfloat16" if form == FROZEN else "rollout.quantization=none"
-        raise ValueError(f"experts have no float8 form: set --config.{key}")
+    if config.mixture is not None and form.startswith("float8"):
+        raise ValueError(
+            "experts have no float8 form for generation: set --config.rollout.quantization=none"
+        )
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
 
@@ -183,7 +184,7 @@ def frozen_spec(
 
     "float8" is of the projections; embeddings, norms, biases and the head then have `dtype`.
 
-    Raises: ValueError as `model_spec` does, and for float8 experts.
+    Raises: ValueError as `model_spec` does.
     """
     if stored != FLOAT8_BASE:
         return model_spec(config, kind, stored, lora=lora)

@@ -80,7 +80,7 @@ class Block(nnx.Module):
         self.mlp = (
             MLP(config, form=form, dtype=dtype)
             if mixture is None
-            else Experts(config, mixture, dtype=dtype)
+            else Experts(config, mixture, form=form, dtype=dtype)
         )
         self.mlp_out_norm = norm() if after else None
 

@@ -13,9 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxrl_llm.distributed.sharding import LogicalAxis
-from jaxrl_llm.kernels.grouped_matmul import TILE, grouped_matmul
+from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.grouped_matmul import (
+    TILE,
+    grouped_matmul,
+    grouped_matmul_float8,
+    reads_float8,
+)
 from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.models.config import SWIGLU_ALPHA
+from jaxrl_llm.models.frozen import Quantized, weights_when_due
 from jaxrl_llm.models.layers import PROJECTION, parameter
 
 
@@ -28,7 +35,7 @@ class Stacked:
     sum, and `kernel` + `scale` * a b otherwise.
     """
 
-    kernel: Any  # [E, inputs, outputs]
+    kernel: Any  # [E, inputs, outputs]: an array, or a frozen `Quantized`
     a: Any = None  # [E, inputs, R]
     b: Any = None  # [E, R, outputs]
     scale: float = field(default=1.0, metadata={"static": True})
@@ -46,6 +53,8 @@ class Stacked:
     def _learned_names(self) -> tuple[str, ...]:
         if self.a is not None:
             return ("a", "b")
+        if isinstance(self.kernel, Quantized):
+            return ()
         return ("kernel",) if self.bias is None else ("kernel", "bias")
 
     def with_learned(self, learned: tuple[Any, ...]) -> "Stacked":
@@ -57,9 +66,9 @@ class Stacked:
         if self.merged:
             y_M = _merged(x_M, self.kernel, self.a, self.b * self.scale, sizes_E)
         elif self.a is None:
-            y_M = grouped_matmul(x_M, self.kernel, sizes_E)
+            y_M = _multiplied(x_M, self.kernel, sizes_E)
         else:
-            y_M = grouped_matmul(x_M, self.kernel, sizes_E)
+            y_M = _multiplied(x_M, self.kernel, sizes_E)
             y_M += _low_rank(x_M, self.a, self.b * self.scale, sizes_E)
         y_M = checkpoint_name(y_M, PROJECTION)
         return y_M if self.bias is None else with_biases(y_M, self.bias, sizes_E)
@@ -81,23 +90,31 @@ class Stack(nnx.Module):
         axes: tuple[LogicalAxis, ...],
         dtype: DTypeLike,
         *,
+        frozen: bool,
         bias: bool,
     ) -> None:
-        self.kernel = parameter(shape, axes, "normal", dtype)
+        self.kernel = parameter(shape, axes, "normal", FLOAT8 if frozen else dtype)
         # The hidden size is whole, as in other vectors of it.
-        of_bias = ("expert", "mlp" if axes[2] == "mlp" else "norm")
-        outputs = (shape[0], shape[2])
-        self.bias = parameter(outputs, of_bias, "zeros", dtype) if bias else None
+        outputs: LogicalAxis = "mlp" if axes[2] == "mlp" else "norm"
+        E, _, F = shape
+        scales = ("expert", "norm", outputs)
+        self.scale = parameter((E, 1, F), scales, "ones", jnp.float32) if frozen else None
+        self.bias = parameter((E, F), ("expert", outputs), "zeros", dtype) if bias else None
 
     adapter: Any = None  # see lora.py
 
     def weights(self, dtype: DTypeLike) -> Stacked:
         """What a pass in `dtype` computes with."""
         bias = None if self.bias is None else self.bias[...]
-        if self.adapter is None:
-            return Stacked(self.kernel[...].astype(dtype), bias=bias)
-        found: Stacked = self.adapter.weights(self.kernel.get_value(), dtype)
-        return replace(found, bias=bias)
+        kernel: Any = self.kernel.get_value()
+        if self.scale is not None and isinstance(kernel, jax.Array):
+            kernel = Quantized(kernel, self.scale[...])
+        if self.adapter is not None:
+            found: Stacked = self.adapter.weights(kernel, dtype)
+            return replace(found, bias=bias)
+        if not isinstance(kernel, Quantized):
+            kernel = self.kernel[...].astype(dtype)
+        return Stacked(kernel, bias=bias)
 
 
 def computed_experts(x_MD: jax.Array, kernels: Kernels, sizes_E: jax.Array) -> jax.Array:
@@ -132,6 +149,44 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)
 
 
+def _multiplied(x_M: jax.Array, kernel: Any, sizes_E: jax.Array) -> jax.Array:
+    """The rows times the weights of their experts, which are an array or a `Quantized`."""
+    if isinstance(kernel, Quantized):
+        found: jax.Array = _quantized(x_M, kernel.values, kernel.scale, sizes_E)
+        return found
+    return grouped_matmul(x_M, kernel, sizes_E)
+
+
+@jax.custom_vjp
+def _quantized(
+    x_M: jax.Array, values: jax.Array, scale: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+    """The rows times frozen weights, with the gradient of the rows alone. It keeps no weights."""
+    if reads_float8(x_M, values):
+        of_row_M = jnp.minimum(_experts_of_rows(len(x_M), sizes_E), len(values) - 1)
+        y_M = grouped_matmul_float8(x_M, values, sizes_E)
+        return y_M * scale[of_row_M, 0].astype(y_M.dtype)
+    x_M, weights = weights_when_due(x_M, values, scale)
+    return grouped_matmul(x_M, weights, sizes_E)
+
+
+def _quantized_forward(
+    x_M: jax.Array, values: jax.Array, scale: jax.Array, sizes_E: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _quantized(x_M, values, scale, sizes_E), (values, scale, sizes_E)
+
+
+def _quantized_backward(residuals: Any, gradient_M: jax.Array) -> Any:
+    values, scale, sizes_E = residuals
+    gradient_M, weights = weights_when_due(gradient_M, values, scale)
+    x_M = jnp.zeros((len(gradient_M), values.shape[1]), gradient_M.dtype)  # only its shape is read
+    _, of_x = jax.vjp(lambda x_M: grouped_matmul(x_M, weights, sizes_E), x_M)
+    return *of_x(gradient_M), None, None, None
+
+
+_quantized.defvjp(_quantized_forward, _quantized_backward)
+
+
 def _low_rank(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """x a b, where each row takes the factors of its expert.
 
@@ -160,6 +215,12 @@ def low_rank_of_all(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Arr
     low_MER = jnp.einsum("mi,eir->mer", x_M, a)
     own_MER = jnp.where(chosen_ME[:, :, None], low_MER, 0)
     return jnp.einsum("mer,ero->mo", own_MER, b)
+
+
+def _experts_of_rows(rows: int, sizes_E: jax.Array) -> jax.Array:
+    """The number of each row's expert; E after the last expert's rows."""
+    ends_E = jnp.cumsum(sizes_E)
+    return (ends_E <= jnp.arange(rows)[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
 def _chosen(rows: int, sizes_E: jax.Array) -> jax.Array:

@@ -25,7 +25,8 @@ from jaxrl_llm.models.config import BALANCE, Mixture, ModelConfig
 from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_exchange import rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
-from jaxrl_llm.models.layers import MLP, Projection, parameter
+from jaxrl_llm.models.frozen import Quantized
+from jaxrl_llm.models.layers import FROZEN, MLP, Form, Projection, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -194,17 +195,21 @@ class Experts(nnx.Module):
     The shared ones, if there are any, are one MLP of every token that is added.
     """
 
-    def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
+    def __init__(
+        self, config: ModelConfig, mixture: Mixture, *, form: Form, dtype: DTypeLike
+    ) -> None:
         D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
+        frozen = form == FROZEN
         self.mixture = mixture
         self.router = Router(config, mixture, dtype=dtype)
         self.limit = config.swiglu_limit
-        stack = partial(Stack, dtype=dtype, bias=config.expert_bias)
+        stack = partial(Stack, dtype=dtype, frozen=frozen, bias=config.expert_bias)
         self.gate = stack((E, D, F), ("expert", "expert_embed", "mlp"))
         self.up = stack((E, D, F), ("expert", "expert_embed", "mlp"))
         self.down = stack((E, F, D), ("expert", "mlp", "expert_embed"))
         if mixture.shared_size:
-            self.shared = MLP(config, size=mixture.shared_size, form="separate", dtype=dtype)
+            separate: Form = FROZEN if frozen else "separate"
+            self.shared = MLP(config, size=mixture.shared_size, form=separate, dtype=dtype)
         if mixture.shared_gate:
             self.shared_gate = Projection((D, 1), ("embed", "value"), dtype=dtype)
 
@@ -371,7 +376,14 @@ def _copied(
         return _copies(layout, near, x), P(near, far, experts, *dims)
 
     outer = 3 - inner
-    kernel, kernel_spec = one(weights.kernel, inner, outer)
+    of_kernel: Any = weights.kernel
+    if isinstance(of_kernel, Quantized):
+        values, values_spec = one(of_kernel.values, inner, outer)
+        scale, scale_spec = one(of_kernel.scale, 2 if inner == 2 else None, None)
+        kernel: Any = Quantized(values, scale)
+        kernel_spec: Any = Quantized(values_spec, scale_spec)  # pyright: ignore[reportArgumentType]
+    else:
+        kernel, kernel_spec = one(of_kernel, inner, outer)
     copies, specs = replace(weights, kernel=kernel), replace(weights, kernel=kernel_spec)
     if weights.bias is not None:
         near = tuple(axis for axis in apart if axis in stored)

@@ -1,10 +1,11 @@
 """Frozen projections in float8_e4m3fn, below adapters (QLoRA's place: arXiv:2305.14314).
 
-A kernel is stored as float8 values, and a float32 scale for each output. The scales are powers of
-two, so the weights, values times scales, are exact in bfloat16. The model computes with these
-weights; they have no gradient. A matmul dequantises them in the forward and in the backward pass,
-so no pass holds those of more than a few projections. One of few rows, as in a decode step, reads
-the values in float8 and scales its outputs, which gives the same bits.
+A kernel is stored as float8 values, and a float32 scale for each output; experts have scales of
+their own. The scales are powers of two, so the weights, values times scales, are exact in bfloat16.
+The model computes with these weights; they have no gradient. A matmul dequantises them in the
+forward and in the backward pass, so no pass holds those of more than a few projections. One of few
+rows, as in a decode step, reads the values in float8 and scales its outputs, which gives the same
+bits.
 
 In a tree of parameters, a frozen projection is a dict with "kernel" and "scale".
 """
@@ -23,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.float8 import FLOAT8, to_float8
 
 KERNEL, SCALE = "kernel", "scale"
+OF_EXPERTS = 0  # dims of the inputs of a kernel that begins with a dim of experts
 
 # Up to so many rows a matmul is bound by the bytes of its weights.
 FEW_ROWS = 256
@@ -34,7 +36,10 @@ Dot = Callable[[jax.Array, jax.Array, int], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A frozen kernel: float8 values [*inputs, *outputs] times scales [*outputs]."""
+    """A frozen kernel: float8 values [*inputs, *outputs] times scales [*outputs].
+
+    Of experts: values [E, inputs, outputs] times scales [E, 1, outputs].
+    """
 
     values: jax.Array
     scale: jax.Array
@@ -54,8 +59,11 @@ class Quantized:
 
 
 def quantize(kernel: jax.Array, contract: int) -> Quantized:
-    """A kernel whose first `contract` dims are inputs, in float8."""
-    found = to_float8(kernel, axis=tuple(range(contract)), powers_of_two=True)
+    """A kernel whose first `contract` dims are inputs, in float8; `OF_EXPERTS` is for theirs."""
+    axis = 1 if contract == OF_EXPERTS else tuple(range(contract))
+    found = to_float8(kernel, axis=axis, powers_of_two=True)
+    if contract == OF_EXPERTS:
+        return Quantized(*found)
     return Quantized(found.values, found.scale.reshape(kernel.shape[contract:]))
 
 
@@ -74,7 +82,7 @@ def _matmul(
         # XLA converts the values inside of its matmul. Scales before it would need a copy.
         x, values = jax.lax.optimization_barrier((x, values))
         return dot(x, values.astype(x.dtype), contract) * scale.astype(x.dtype)
-    x, weights = _weights_beside(x, values, scale)
+    x, weights = weights_when_due(x, values, scale)
     return dot(x, weights, contract)
 
 
@@ -88,7 +96,7 @@ def _matmul_backward(
     contract: int, dot: Dot, residuals: Any, gradient: jax.Array
 ) -> tuple[jax.Array, None, None]:
     values, scale = residuals
-    gradient, weights = _weights_beside(gradient, values, scale)
+    gradient, weights = weights_when_due(gradient, values, scale)
     outputs = tuple(range(contract, weights.ndim))
     last = tuple(range(gradient.ndim - len(outputs), gradient.ndim))
     return jax.lax.dot_general(gradient, weights, ((last, outputs), ((), ()))), None, None
@@ -97,7 +105,7 @@ def _matmul_backward(
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _weights_beside(
+def weights_when_due(
     x: jax.Array, values: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """x, and weights in its dtype that are made when x is there.
@@ -118,7 +126,7 @@ def is_frozen(module: Any) -> bool:
 
 
 def inputs_of(module: Tree) -> int:
-    """How many dims of the kernel of a frozen projection are inputs."""
+    """How many first dims of a frozen projection's kernel are inputs, or `OF_EXPERTS`."""
     return module[KERNEL].ndim - module[SCALE].ndim
 
 

@@ -22,7 +22,14 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.models.attention import Attend, Kept
 from jaxrl_llm.models.config import Latent, ModelConfig
-from jaxrl_llm.models.layers import Form, Projection, RMSNorm, apply_rope, gathering
+from jaxrl_llm.models.layers import (
+    Form,
+    FrozenProjection,
+    RMSNorm,
+    apply_rope,
+    gathering,
+    projection_of,
+)
 from jaxrl_llm.models.rope import YarnRope
 
 _EPS = 1e-6  # of the two norms, whatever the config's is
@@ -50,7 +57,7 @@ class LatentAttention(nnx.Module):
         self.rotated = partial(apply_rope, interleaved=config.interleaved_rope)
         scaling = config.rope_scaling
         self.scale = scaling.whole_head_scale**2 if isinstance(scaling, YarnRope) else 1.0
-        projection = partial(Projection, dtype=dtype)
+        projection = partial(projection_of(form), dtype=dtype)
         norm = partial(RMSNorm, axes=("rank",), eps=_EPS, dtype=dtype)
         if latent.query_rank is None:
             self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))
@@ -111,19 +118,18 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """The layer's output with a cache of small vectors."""
         _, C, R, _ = self.sizes
-        to_keys_RNC, to_values_RNV = jnp.split(self._makers(), (C,), axis=-1)
+        to_keys_RNC, to_values_RNV = jnp.split(self._makers(own_BTNC.dtype), (C,), axis=-1)
         own_BTNR = jnp.einsum("BTNC,RNC->BTNR", own_BTNC, to_keys_RNC)
         q_BTNX = self._scaled(jnp.concatenate([own_BTNR, turned_BTNP], axis=-1))
         k_BT1X, v_BT1X = _stored(small_BTR, k_BT1P)
         out_BTNX, new_cache = attend(q_BTNX, k_BT1X, v_BT1X, layer_cache, window=None)
         return self.o(jnp.einsum("BTNR,RNV->BTNV", out_BTNX[..., :R], to_values_RNV)), new_cache
 
-    def _makers(self) -> jax.Array:
+    def _makers(self, dtype: DTypeLike) -> jax.Array:
         """The weights that make keys and values, [R, N, C + V], with their adapter."""
-        kernel = self.kv_b.kernel[...]
-        if self.kv_b.adapter is None:
-            return kernel
-        return self.kv_b(jnp.eye(self.sizes[2], dtype=kernel.dtype)[None])[0]
+        if self.kv_b.adapter is None and not isinstance(self.kv_b, FrozenProjection):
+            return self.kv_b.kernel[...]
+        return self.kv_b(jnp.eye(self.sizes[2], dtype=dtype)[None])[0]
 
     def _scaled(self, q_BTNX: jax.Array) -> jax.Array:
         """Queries whose logits are right after the callee of `Attend` scaled by their size."""

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.models.expert_rows import Stack, Stacked
-from jaxrl_llm.models.frozen import SCALE, dequantized, weights_of
+from jaxrl_llm.models.frozen import SCALE, Quantized, dequantized, weights_of
 from jaxrl_llm.models.layers import Embedding, Projection, multiply, parameter
 from jaxrl_llm.models.lora_targets import EMBEDDING, EXPERTS, UNEMBEDDING
 from jaxrl_llm.models.weight import Weight
@@ -171,9 +171,12 @@ class StackAdapter(nnx.Module):
         self.b = parameter((E, R, F), (each, "rank", outputs), "zeros", lora.dtype)
 
     def weights(self, kernel: Any, dtype: DTypeLike) -> Stacked:
-        """What a pass in `dtype` computes with. `kernel`: an array or `Merged`."""
+        """What a pass in `dtype` computes with. `kernel`: an array, a `Quantized` or `Merged`."""
         merged = isinstance(kernel, Merged)
-        kernel = kernel.computed if merged else kernel.astype(dtype)
+        if merged:
+            kernel = kernel.computed
+        elif not isinstance(kernel, Quantized):
+            kernel = kernel.astype(dtype)
         a, b = self.a[...].astype(dtype), self.b[...].astype(dtype)
         return Stacked(kernel, a, b, scale=self.scale, merged=merged)
 

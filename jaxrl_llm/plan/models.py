@@ -173,7 +173,7 @@ def base_dtype(settings: ModelSettings) -> str:
 
 
 def base_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> ModelSpec:
-    """The abstract frozen weights below the adapters of a role. ValueError for float8 experts."""
+    """The abstract frozen weights below the adapters of a role."""
     return frozen_spec(source.config, kind, base_dtype(settings), settings.dtype)
 
 

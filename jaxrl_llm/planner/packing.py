@@ -102,9 +102,14 @@ def gathered_weights(config: ModelConfig, experts: int) -> float:
 
 
 def layer_outputs(config: ModelConfig) -> float:
-    """Features that the projections of one layer without experts have as outputs."""
+    """Features that the projections of a layer have as outputs, their mean; each expert's too."""
     heads = config.num_heads + 2 * config.num_kv_heads
-    return heads * config.head_dim + 2.0 * config.intermediate_size + 2.0 * config.hidden_size
+    outputs = heads * config.head_dim + 2.0 * config.intermediate_size + 2.0 * config.hidden_size
+    mixture = config.mixture
+    if mixture is None:
+        return outputs
+    of_expert = 2.0 * mixture.expert_size + config.hidden_size
+    return outputs + mixture.num_experts * of_expert * config.num_expert_layers / config.num_layers
 
 
 def expert_weights(config: ModelConfig) -> float:

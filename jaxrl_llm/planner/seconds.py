@@ -21,6 +21,7 @@ from jaxrl_llm.planner.packing import (
     copied_elements,
     expert_rows,
     head_weights,
+    layer_weights,
     learned_parameters,
     read_weights,
     rows_of,
@@ -45,7 +46,7 @@ FEW_KEYS = 380  # attention to so many tokens, in the mean, runs at half of the 
 DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever the batch
 ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort, three more kernels
 ADAPTED_FEATURE = 0.95e-9  # seconds of a decode step for a feature in or out of adapters apart
-DEQUANTIZED = 0.65  # of the rate of memory: a decode step's bf16 copy of float8 projections
+DEQUANTIZED = 0.65  # of the rate of memory: bf16 copies of float8 weights, and float8 experts
 # Seconds of a token in a gated delta rule, for each value head of a layer: of 128 x 128.
 RULE_FORWARD, RULE_BACKWARD = 21e-9, 43e-9
 STATE_PASSES = 2.6  # bytes that a decode step moves for a byte of a slot's states
@@ -136,6 +137,9 @@ def _computing(
     moved = elementwise * width * rows.tokens * config.num_layers * scale
     copied = COPIED * ((4 if again else 3) if update else 1)
     moved += copied * copied_elements(config) * rows.tokens * config.num_expert_layers * scale
+    if model.float8 and not model.generates_merged:  # each pass makes its weights in bf16
+        made = config.num_layers * layer_weights(config) * (1 + model.itemsize)
+        moved += made * rows.micro_batches * (1 + update) / DEQUANTIZED
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * split) / scale
     of_head = min(config.head_dim, 128) / 128
     attended = rows.pairs / rows.tokens
@@ -256,10 +260,12 @@ def _decode_seconds(
     layers, head = config.num_layers * active_weights(config), head_weights(model)
     read = config.num_layers * read_weights(config, float(live.mean()) if len(live) else 0.0)
     float8 = model.float8 and not model.generates_merged
-    # Triton reads float8 as it is.
-    copied = float8 and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
+    # Triton reads float8 as it is, and so do the grouped matmuls of experts.
+    grouped = float8 and config.mixture is not None
+    copied = float8 and not grouped and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
     of_weight = 1 if float8 and not copied else small
-    weights = (read * of_weight + head * itemsize) / tensor / rates.memory
+    bytes_read = read * of_weight / (DEQUANTIZED if grouped else 1.0) + head * itemsize
+    weights = bytes_read / tensor / rates.memory
     flops = 2.0 * live * (layers + head) / tensor
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)
     rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)

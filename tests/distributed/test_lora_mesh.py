@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny import HYBRID, MODEL
+from tiny import DEEPSEEK, EXPERTS, HYBRID, MODEL
 from tiny_iteration import (
     first_states,
     in_micro_batches,
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.ci
 
 LORA = LoraConfig(rank=2, alpha=1.0)
 ONE_LAYER = {"num_hidden_layers": 1}
+LATENT = DEEPSEEK | {"num_hidden_layers": 2}
 
 
 def iterate(sizes, lora, *, critic, base="", dense=False, model=ONE_LAYER):
@@ -55,10 +56,11 @@ def iterate(sizes, lora, *, critic, base="", dense=False, model=ONE_LAYER):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
-def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
-    lora = replace(LORA, merge=merge)
-    found, learned = iterate({}, lora, critic=False, base="float8")
-    expected, dense = iterate({}, lora, critic=False, base="float32", dense=True)
+@pytest.mark.parametrize("model", [{}, EXPERTS, LATENT], ids=["dense", "experts", "latent"])
+def test_a_base_in_float8_equals_one_that_was_dequantised_before(model, merge):
+    lora, model = replace(LORA, merge=merge), ONE_LAYER | model
+    found, learned = iterate({}, lora, critic=False, base="float8", model=model)
+    expected, dense = iterate({}, lora, critic=False, base="float32", dense=True, model=model)
     np.testing.assert_array_equal(found.responses, expected.responses)
     for name in ("rollout_logprobs", "reference_logprobs", "advantages"):
         one, other = (getattr(each, name) * each.mask for each in (found, expected))
@@ -89,6 +91,14 @@ def test_a_base_in_float8_equals_one_that_was_dequantised_before(merge):
             ONE_LAYER,
             id="float8",
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"expert": 2, "fsdp": 2, "tensor": 2},
+            replace(LORA, merge=False),
+            False,
+            "float8",
+            EXPERTS | ONE_LAYER,
+            id="experts in float8",
         ),
         pytest.param(
             {"fsdp": 4, "tensor": 2, "passes": PhaseMeshConfig(tensor=4)},

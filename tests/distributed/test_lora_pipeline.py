@@ -59,6 +59,7 @@ def iterate(algorithm, sizes, *, model, rows=0, **actor):
 PPO = c.PPO(use_kl_in_reward=True, kl_coef=0.05, use_kl_loss=True, kl_loss_coef=0.1)
 GRPO = c.GRPO(use_kl_loss=True, kl_loss_coef=0.1)
 FOUR = {"num_hidden_layers": 4}
+FLOAT8 = {"lora": APART, "base_dtype": "float8", "remat": "full"}
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -66,10 +67,11 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
     ("algorithm", "sizes", "model", "more"),
     [
         SLOW(GRPO, TWO, {}, {"lora": LORA, "rows": 24, "scan_layers": True}, id="grpo"),
-        SLOW(PPO, MIX, {}, {"lora": APART, "base_dtype": "float8", "remat": "full"}, id="float8"),
+        SLOW(PPO, MIX, {}, FLOAT8, id="float8"),
         SLOW(GRPO, PARTS, {}, {"lora": replace(LORA, dora=True), "rows": 24}, id="dora"),
         SLOW(GRPO, ROUNDS, FOUR, {"lora": APART, "rows": 24, "scan_layers": True}, id="apart"),
         SLOW(GRPO, OF_EXPERTS, EXPERTS, {"lora": LORA, "rows": 24}, id="experts"),
+        SLOW(PPO, OF_EXPERTS, EXPERTS, FLOAT8 | {"scan_layers": True}, id="float8 experts"),
     ],
 )
 def test_an_iteration_equals_one_device(algorithm, sizes, model, more):

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from target import abstract, compiled_in_a_process, needs_compiler
 
-from jaxrl_llm.kernels.grouped_matmul import grouped_matmul
+from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.grouped_matmul import grouped_matmul, grouped_matmul_float8
 
 pytestmark = needs_compiler
 
@@ -40,10 +41,20 @@ def compile_cases() -> None:
     for sizes, most in CASES:
         found = compile_gradient(*sizes)
         assert found < most, (sizes, found)
+    x, weights, sizes = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((1024, 2048), jnp.bfloat16),
+            ((128, 2048, 768), FLOAT8),
+            ((128,), jnp.int32),
+        )
+    )
+    jax.jit(grouped_matmul_float8).lower(*abstract((x, weights, sizes))).compile()
 
 
 def test_nothing_is_spilled_and_temporaries_are_small():
     """In one process, whose start takes as long as a kernel."""
     logs, _ = compiled_in_a_process(f"from {Path(__file__).stem} import *; compile_cases()")
-    assert len(logs) == 3 * len(CASES)  # the output, and the gradients of rows and weights
+    # The output and the gradients of rows and weights, and a decode step's float8 weights.
+    assert len(logs) == 3 * len(CASES) + 1
     assert all("0 bytes spill stores" in log for log in logs), logs

@@ -121,3 +121,26 @@ def test_the_kernel_is_for_bfloat16_and_whole_tiles_or_many_rows(monkeypatch):
     assert (grouped_matmul(x, kernels, sizes) == 7).all()
     for others in (x[:, :64], kernels[:, :64]), (x.astype("float32"), kernels.astype("float32")):
         assert not (grouped_matmul(*others, sizes) == 7).any()
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the interpreter has wgmma from 0.11 on")
+def test_float8_weights_give_the_bits_of_the_same_weights_in_bfloat16(monkeypatch):
+    """Every value that float8 has but NaN; more steps than stages, and rows of none."""
+    monkeypatch.setattr(rows, "SMS", 2)
+    rng = np.random.default_rng(3)
+    M, sizes, D, F = 141, (70, 0, 9, 50), 384, 256
+    x = jnp.asarray(rng.normal(size=(M, D)), jnp.bfloat16).at[sum(sizes) :].set(jnp.nan)
+    values = np.concatenate([np.arange(0x7F), np.arange(0x80, 0xFF)]).astype(np.uint8)
+    kernels = jnp.asarray(rng.choice(values, (len(sizes), D, F)).view(jnp.float8_e4m3fn))
+    expected = rows.multiply_rows(
+        jnp.pad(x, ((0, -M % 8), (0, 0))),
+        kernels.astype(jnp.bfloat16),
+        jnp.array(sizes),
+        interpret=InterpretGPUParams(),
+    )
+    found = module.grouped_matmul_float8(
+        x, kernels, jnp.array(sizes), interpret=InterpretGPUParams()
+    )
+    assert found.dtype == jnp.bfloat16 and found.shape == (M, F)
+    np.testing.assert_array_equal(found, expected[:M])
+    assert np.abs(np.float32(found)).max() > 0

@@ -31,7 +31,7 @@ B, T, D = 2, 7, 6
 
 
 def experts(mixture=MIXTURE, seed=0, config=CONFIG):
-    layer = Experts(config, mixture, dtype="float32")
+    layer = Experts(config, mixture, form="separate", dtype="float32")
     graphdef, state = nnx.split(layer)
     rng = np.random.default_rng(seed)
     state = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), state)

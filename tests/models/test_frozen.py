@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiled import compiled
-from tiny import model_config
+from tiny import EXPERTS, GPT_OSS, MODEL, model_config
 from tiny_iteration import random_params
 
 from jaxrl_llm.kernels.float8 import FLOAT8
@@ -20,6 +20,7 @@ from jaxrl_llm.models.base import (
     model_spec,
     scalar_params_from,
 )
+from jaxrl_llm.models.families import config_from_hf
 from jaxrl_llm.models.frozen import (
     FEW_ROWS,
     dequantized,
@@ -32,6 +33,10 @@ from jaxrl_llm.models.lora import Lora, join, split
 TOKENS = jnp.arange(10).reshape(2, 5)
 MODULES = frozenset(f"model.layers.0.{n}" for n in ("self_attn.o_proj", "mlp.up_proj"))
 CONFIG = model_config(num_layers=1, sliding_window=(None,))
+ONE = {"num_hidden_layers": 1}
+OF_EXPERTS, WITH_BIASES = (config_from_hf(MODEL | kind | ONE) for kind in (EXPERTS, GPT_OSS))
+OF_EACH = (f"mlp.experts.{e}.{n}_proj" for e in range(4) for n in ("up", "down"))
+ALL = frozenset(f"model.layers.0.{name}" for name in ("self_attn.o_proj", *OF_EACH))
 LORA = Lora(rank=2, alpha=2.0, modules=MODULES)
 
 
@@ -95,16 +100,25 @@ def test_first_weights_are_those_of_a_dense_model_quantised():
     assert 2 * sizes["kernel"] == sum(x.nbytes for x in kernels)
 
 
-@pytest.mark.parametrize("changes", [{"merge": False}, {"dora": True}], ids=str)
-def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (CONFIG, {"merge": False}),
+        (CONFIG, {"dora": True}),
+        (OF_EXPERTS, {"merge": False, "modules": ALL}),
+        (WITH_BIASES, {"merge": False}),  # without adapters of experts
+    ],
+    ids=["apart", "dora", "experts", "biases of experts"],
+)
+def test_a_model_equals_one_whose_kernels_were_dequantised_before(config, changes):
     lora = replace(LORA, **changes)
-    spec = frozen_spec(CONFIG, "causal_lm", "float8", "float32", lora)
-    plain = model_spec(CONFIG, lora=lora)
+    spec = frozen_spec(config, "causal_lm", "float8", "float32", lora)
+    plain = model_spec(config, lora=lora)
     base, own = split(random_params(plain.params, 1, 0.2))
     base = compiled(lambda base: quantized_as(split(spec.params)[0], base), base)
     dense = compiled(lambda base: dequantized(base, "float32"), base)
 
-    def attend(q, k, v, cache, *, window):
+    def attend(q, k, v, cache, **_):
         return jnp.repeat(v, q.shape[2] // v.shape[2], axis=2), cache
 
     def total(own, spec, base):
@@ -120,19 +134,14 @@ def test_a_model_equals_one_whose_kernels_were_dequantised_before(changes):
 
     def merge(params):
         merged_spec, merged = merge_adapters(spec, params, "bfloat16")
-        assert merged_spec == model_spec(CONFIG)
+        assert merged_spec == model_spec(config)
         return merged
 
     merged = compiled(merge, join(base, own))
-    kernels = [x for p, x in jax.tree_util.tree_leaves_with_path(merged) if p[-1].key == "kernel"]
-    assert {str(x.dtype) for x in kernels} == {"bfloat16"}  # never float8
-
-
-def test_experts_are_refused_by_name():
-    from test_experts import CONFIG as OF_EXPERTS
-
-    with pytest.raises(ValueError, match="experts have no float8.*actor.base_dtype=bfloat16"):
-        frozen_spec(OF_EXPERTS, "causal_lm", "float8", "bfloat16", LORA)
+    flat = dict(jax.tree_util.tree_leaves_with_path(merged))
+    frozen = {p for p, x in jax.tree_util.tree_leaves_with_path(base) if x.dtype == FLOAT8}
+    assert len(frozen) >= 4 and {str(flat[path].dtype) for path in frozen} == {"bfloat16"}
+    assert all(x.dtype != FLOAT8 for x in flat.values())
 
 
 @pytest.mark.parametrize(("of", "to"), [("float8", "float32"), ("float32", "float8")])

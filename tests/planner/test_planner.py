@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
-from tiny import MODEL
+from tiny import EXPERTS, MODEL
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import ConfigError, load_config
@@ -111,12 +111,12 @@ def test_what_roles_keep_is_what_the_arrays_of_a_run_take(mesh):
         assert size == pytest.approx(real[role], rel=0.02), role  # biases and norms are split less
 
 
-@pytest.mark.parametrize("base", ["", "float8"])
-def test_adapters_keep_their_moments_and_one_base(base):
-    changes: dict[str, Any] = {"lora": c.LoraConfig(rank=4), "base_dtype": base}
-    config = tiny(c.PPO(use_kl_loss=True))
-    actor, critic = (replace(each, **changes) for each in (config.actor, config.critic))
-    config = replace(config, actor=actor, critic=critic)
+@pytest.mark.parametrize("experts", [None, {}, EXPERTS], ids=["bfloat16", "float8", "experts"])
+def test_adapters_keep_their_moments_and_one_base(experts):
+    base = "" if experts is None else "float8"
+    lora, config = c.LoraConfig(rank=4, merge=False), tiny(c.PPO(use_kl_loss=True))
+    actor, critic = (replace(x, lora=lora, base_dtype=base) for x in (config.actor, config.critic))
+    config = replace(config, actor=replace(actor, hf_config=WIDE | (experts or {})), critic=critic)
     planned = estimate(work_of(config), Devices(mesh=config.mesh, hosts=1, rates=H200))
     real = RealPrograms(config, tuple(jax.devices()[:1]), (2,)).resident()
     assert set(planned.kept) == {"actor", "base", "critic"}

@@ -23,6 +23,9 @@ TILE = min(COLUMN_TILES)
 # From so many rows on, weights of other sizes than multiples of TILE are padded for the kernels: a
 # copy of all groups' weights then takes less time than the dense matmul with every group.
 PADDED_ROWS = 1024
+# Rows of a group up to which float8 weights are read as they are. With more, one conversion to
+# bfloat16 before the matmul takes less time than one for each tile (H100, 128 groups).
+FLOAT8_ROWS = 512
 
 
 def grouped_matmul(
@@ -48,6 +51,31 @@ def grouped_matmul(
         return jax.lax.ragged_dot(x_MD, weights_GDF, sizes_G)
     y_MF: jax.Array = _by_kernel(x_MD, weights_GDF, sizes_G, interpret)
     return y_MF
+
+
+def grouped_matmul_float8(
+    x_MD: jax.Array,
+    weights_GDF: jax.Array,
+    sizes_G: jax.Array,
+    *,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """`grouped_matmul` of bfloat16 rows and float8_e4m3fn weights without scales, by the kernel.
+
+    The kernel reads a byte a weight. It has no gradient.
+
+    Requires: `reads_float8`, or `interpret`.
+    Guarantees: the result has the bits of `grouped_matmul` with the weights in bfloat16.
+    """
+    y_MF = multiply_rows(_whole_rows(x_MD), weights_GDF, sizes_G, interpret=interpret)
+    return y_MF[: x_MD.shape[0]]
+
+
+def reads_float8(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
+    """Whether `grouped_matmul_float8` takes these, and faster than with weights in bfloat16."""
+    G, D, F = weights_GDF.shape
+    fits = x_MD.dtype == jnp.bfloat16 and D % TILE == 0 and F % TILE == 0
+    return on_hopper() and fits and x_MD.shape[0] <= FLOAT8_ROWS * G
 
 
 def _pays(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:

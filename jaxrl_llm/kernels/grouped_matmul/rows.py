@@ -6,6 +6,9 @@ the group: its first rows are computed twice, with the same bits. So chunks are 
 for those of smaller groups, which are stored in runs of 1, 2, 4 ... rows. Rows after the last
 group's are tiles without steps, which write zeros.
 
+Weights may be float8_e4m3fn, as few rows are bound by the bytes of their weights. A consumer then
+converts its block of weights to bfloat16, from shared memory to shared memory, before each step.
+
 Shape letters: those of the package; T row tiles, H groups and the rows of none.
 """
 
@@ -16,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.kernels.grouped_matmul.common import (
     CHUNK,
     CONSUMER_REGISTERS,
@@ -35,7 +40,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     view,
     views,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator, load_whole
 from jaxrl_llm.kernels.mosaic import plgpu
 
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
@@ -60,13 +65,15 @@ class Tile:
         return self.columns if self.chunks == CONSUMERS else self.columns // CONSUMERS
 
 
-def default_tile(rows: int, groups: int, outputs: int) -> Tile:
+def default_tile(rows: int, groups: int, outputs: int, *, float8: bool = False) -> Tile:
     """Tiles of 128 rows where groups have as many on average, else of 64.
 
     A tile of 128 rows and 256 columns loads the fewest bytes a product, and its accumulators fill
     the registers. Small groups would leave its second chunk empty.
     """
     columns, stages = column_tile(outputs)
+    if float8:  # a block takes half of the shared memory
+        return Tile(chunks=1, columns=columns, stages=5)
     if rows < CONSUMERS * CHUNK * groups:
         return Tile(chunks=1, columns=columns)
     return Tile(columns=columns, stages=stages)
@@ -84,9 +91,12 @@ def multiply_rows(
     """The grouped matmul in bfloat16, zeros after the last group's rows.
 
     `transposed` contracts the weights' last dim: x is [M, F], the result [M, D].
+
+    Requires: float8 weights are not transposed, and have tiles of one chunk.
     """
     G, D, F = weights_GDF.shape
-    tile = tile or default_tile(x_MD.shape[0], G, D if transposed else F)
+    float8 = weights_GDF.dtype == FLOAT8
+    tile = tile or default_tile(x_MD.shape[0], G, D if transposed else F, float8=float8)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode
     jobs = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
     return run(x_MD, weights_GDF, *jobs, transposed, tile, interpret)
@@ -151,7 +161,8 @@ def _run(
         thread_name="warpgroup",
         scratch_types=dict(
             x_smem=views(tile.stages, tile.chunks, CHUNK, DEPTH, interpret=interpret),
-            w_smem=matrices(tile.stages, *block),
+            w_smem=_stages(tile, *block, dtype=weights_GDF.dtype),
+            converted=_converted(tile, weights_GDF.dtype),
             out_smem=views(CONSUMERS, 2, CHUNK, PIECE, interpret=interpret),
             **ring_barriers(tile.stages, tile.chunks + 1),
         ),
@@ -160,6 +171,21 @@ def _run(
         kernel_name="grouped_matmul_rows",
     )
     return run(x_MD, weights_GDF, tiles, num_tiles)
+
+
+def _stages(tile: Tile, *block: int, dtype: DTypeLike) -> ScratchType:
+    """Shared memory of the blocks of weights."""
+    if dtype != FLOAT8:
+        return matrices(tile.stages, *block)
+    # A consumer's columns, at most a line of swizzled bytes, so that its rows meet no other's bank.
+    width = tile.width
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))
+    return plgpu.SMEM((tile.stages, *block), FLOAT8, transforms=transforms)
+
+
+def _converted(tile: Tile, dtype: DTypeLike) -> ScratchType:
+    """Shared memory of two converted blocks of each consumer, or None."""
+    return matrices(CONSUMERS, 2, DEPTH, tile.width) if dtype == FLOAT8 else None
 
 
 _lowered_once = jax.jit(_run, static_argnums=(4, 5, 6))  # for all layers
@@ -219,6 +245,7 @@ def _kernel(
     ctas: int,
     x_smem: Ref,
     w_smem: Ref,
+    converted: Ref | None,
     out_smem: Ref,
     loaded: Ref,
     free: Ref,
@@ -246,13 +273,21 @@ def _kernel(
         chunk = warpgroup if tile.chunks == CONSUMERS else 0
         mine = pl.ds(0 if tile.chunks == CONSUMERS else warpgroup * width, width)
 
-        def weights_of(stage: jax.Array) -> Ref:
+        def weights_of(step: jax.Array, stage: jax.Array) -> Ref:
             if transposed:
                 return w_smem.at[stage, mine].transpose((1, 0))
-            return w_smem.at[stage, :, mine]
+            if converted is None:
+                return w_smem.at[stage, :, mine]
+            block = load_whole(w_smem.at[stage, :, mine], plgpu.Layout.WGMMA)
+            # The matmul of the step before the last, which read this buffer, is done.
+            buffer = converted.at[warpgroup, lax.rem(step, jnp.asarray(2, step.dtype))]
+            # Hopper converts float8 to float16 alone, which holds all of its values.
+            buffer[...] = block.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            return buffer
 
         def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
-            plgpu.wgmma(acc_ref, x_tiles.at[stage, chunk], weights_of(stage))
+            plgpu.wgmma(acc_ref, x_tiles.at[stage, chunk], weights_of(step, stage))
 
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)

@@ -44,7 +44,7 @@ def config_from_hf(hf: Mapping[str, Any], family: str = NAME) -> ModelConfig:
     given = {"num_key_value_heads": heads} | dict(hf) | {"head_dim": whole}
     return ModelConfig(
         **common.common_from_hf(given, family, max_position_embeddings=4096),
-        interleaved_rope=bool(value_of(hf, "rope_interleave", True)),
+        interleaved_rope=bool(hf.get("rope_interleave", True)),
         latent=latent,
         mixture=_mixture(hf),
     )
@@ -57,7 +57,7 @@ def _mixture(hf: Mapping[str, Any]) -> Mixture:
         num_experts=256 if experts is None else experts,
         experts_per_token=value_of(hf, "num_experts_per_tok", 8),
         expert_size=size,
-        normalized=bool(value_of(hf, "norm_topk_prob", True)),
+        normalized=bool(hf.get("norm_topk_prob", True)),
         scores="sigmoid",
         num_groups=value_of(hf, "n_group", 8),
         groups_per_token=value_of(hf, "topk_group", 4),

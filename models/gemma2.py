@@ -47,13 +47,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
-    hf, windows = common.common_to_hf(config, kind, ARCHITECTURES), common.windows_to_hf(config)
+    hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {
         **{key: value for key, value in hf.items() if key != "hidden_act"},
         **{key: getattr(config, field) for field, key, _ in CAPS},
         "query_pre_attn_scalar": gemma3.scalar_of(config),
-        "sliding_window": windows["sliding_window"],
-        "layer_types": windows["layer_types"],
+        **common.layer_types_to_hf(config),
         **gemma3.PLAIN,
     }
 

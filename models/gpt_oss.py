@@ -62,12 +62,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
-    mixture, windows = _mixture(config), common.windows_to_hf(config)
+    mixture = _mixture(config)
     return {
         **common.common_to_hf(config, kind, ARCHITECTURES),
         "attention_bias": True,
-        "sliding_window": windows["sliding_window"],
-        "layer_types": windows["layer_types"],
+        **common.layer_types_to_hf(config),
         "num_local_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.experts_per_token,
         "swiglu_alpha": SWIGLU_ALPHA,

@@ -518,14 +518,23 @@ def by_layer_type_from_hf(
 
 def by_layer_type_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The keys of `by_layer_type_from_hf`."""
-    theta, windows = config.local_rope_theta, windows_to_hf(config)
+    theta = config.local_rope_theta
     local = {"rope_type": "default", "rope_theta": theta}
     return {
         "rope_local_base_freq": theta,
         "rope_parameters": {FULL: rope_to_hf(config)["rope_parameters"], LOCAL: local},
-        "sliding_window": windows["sliding_window"],
-        "layer_types": windows["layer_types"],
+        **layer_types_to_hf(config),
     }
+
+
+def layer_types_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The window and the type of each layer, of families whose layers differ by default.
+
+    transformers makes a mask of their window even where no layer has one, and refuses null.
+    """
+    windows = windows_to_hf(config)
+    size = windows["sliding_window"] or config.max_position_embeddings
+    return {"sliding_window": size, "layer_types": windows["layer_types"]}
 
 
 def single_window(config: ModelConfig) -> int | None:

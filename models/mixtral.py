@@ -20,10 +20,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     common.refuse_unless(hf, "mixtral", router_jitter_noise=0.0)
     # A missing key has another default than in the other families.
     hf = {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2} | dict(hf)
-    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
-        hf = {"rope_theta": 1e6} | hf
     fields = common.common_from_hf(
-        hf, "mixtral", max_position_embeddings=131072, num_key_value_heads=8
+        hf, "mixtral", max_position_embeddings=131072, num_key_value_heads=8, rope_theta=1e6
     )
     mixture = common.mixture_from_hf(
         hf, "mixtral", experts="num_local_experts", size="intermediate_size", normalized=True

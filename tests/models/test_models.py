@@ -114,6 +114,17 @@ def test_goldens_cover_every_family():
     assert {families.find_architecture(hf)[0] for hf in found} == set(families.FAMILIES)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss"])
+def test_a_model_without_windows_has_the_size_that_transformers_asks_for(name):
+    """It makes the mask of a window in every pass, and refuses null there."""
+    hf = json.loads(str(np.load(GOLDENS[0].with_stem(name))["config"]))
+    config = families.config_from_hf(hf | {"layer_types": ["full_attention"] * 2})
+    assert config.sliding_window == (None, None)
+    written = families.to_hf_config(config)
+    assert isinstance(written["sliding_window"], int)
+    assert families.config_from_hf(written) == config
+
+
 @pytest.mark.parametrize("kind", ["causal_lm", "scalar"])
 @pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
 def test_config_survives_the_way_to_hugging_face_and_back(path, kind):
@@ -463,6 +474,23 @@ def test_a_config_that_its_family_cannot_hold_is_refused(change, message):
     fields = {name: getattr(TINY, name) for name in TINY.__dataclass_fields__}
     with pytest.raises(ValueError, match=message):
         model_spec(ModelConfig(**{**fields, **change}))
+
+
+def test_a_null_flag_of_deepseek_is_off():
+    """As transformers reads it; a missing one is on."""
+    hf = json.loads(str(np.load(GOLDENS[0].with_stem("deepseek_v3"))["config"]))
+    for flag, expected in ((None, False), (True, True)):
+        config = families.config_from_hf(hf | {"norm_topk_prob": flag, "rope_interleave": flag})
+        assert config.interleaved_rope is config.mixture.normalized is expected
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": None}, {"rope_scaling": {"type": "linear"}}])
+@pytest.mark.parametrize("family, theta", [("mixtral", 1e6), ("smollm3", 2e6), ("llama", 1e4)])
+def test_a_missing_rope_theta_is_the_family_s_with_and_without_scaling(family, theta, rope):
+    name = {"mixtral": "mixtral_tied", "llama": "llama_5_5_linear"}.get(family, family)
+    hf = json.loads(str(np.load(GOLDENS[0].with_stem(name))["config"])) | {"rope_parameters": None}
+    hf |= {key: value and value | {"factor": 2.0} for key, value in rope.items()}
+    assert families.config_from_hf(hf).rope_theta == theta
 
 
 def test_wrong_weights_are_refused_by_name():

@@ -44,7 +44,7 @@ def math_answer(
     pred = answer
     try:
         given = _parse(answer, seconds, "the answer")
-        pred = str(given[0])[:MOST_CHARACTERS] if given else answer
+        pred = _as_text(given[0])[:MOST_CHARACTERS] if given else answer
         if answer == expected or _equal(expected, given, seconds):
             return {"score": score, "pred": pred}
     except NotGradedError as error:
@@ -100,6 +100,23 @@ def _parse(answer: str, seconds: int, what: str) -> list[Any]:
         raise NotGradedError(f"reading {what} {answer[:40]!r} takes over {seconds} s") from None
     except Exception:  # math-verify and sympy raise whatever they like over text of a model
         return []
+
+
+def _as_text(form: Any) -> str:
+    """Equal numbers as equal texts: 3/2 for 1.5, for x = 1.5 and for 150%."""
+    import sympy  # pyright: ignore[reportMissingImports]
+
+    if isinstance(form, sympy.Equality) and isinstance(form.lhs, sympy.Symbol):
+        form = form.rhs
+    # Powers may be of any size and are not computed.
+    if all(
+        isinstance(part, sympy.Number | sympy.Add | sympy.Mul | sympy.UnevaluatedExpr)
+        or (isinstance(part, sympy.Pow) and part.exp == -1)
+        for part in sympy.preorder_traversal(form)
+    ):
+        decimals = {number: sympy.Rational(str(number)) for number in form.atoms(sympy.Float)}
+        form = form.xreplace(decimals).doit()
+    return str(form)
 
 
 def _equal(truth: str, given: list[Any], seconds: int) -> bool:

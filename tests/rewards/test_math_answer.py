@@ -62,6 +62,23 @@ def test_votes_of_equal_answers_are_equal():
     assert preds == {"1/2"}
 
 
+@pytest.mark.parametrize(
+    "answers, pred",
+    [
+        (
+            (r"\frac{3}{2}", "1.5", "1.50", "x = 1.5", r"x=\frac32", r"150\%", r"\frac{4.5}{3}"),
+            "3/2",
+        ),
+        (("10", "10.0", r"10.00\text{ cm}", "5 + 5"), "10"),
+        ((r"-\frac{1}{10}", "-0.1", "\u22120.10"), "-1/10"),
+        (("9^{9^{9}}",), "9**(9**9)"),
+        ((r"\text{A}", "A"), "a"),
+    ],
+)
+def test_equal_numbers_have_one_vote(answers, pred):
+    assert {math_answer(rf"\boxed{{{x}}}", "1")["pred"] for x in answers} == {pred}
+
+
 def test_what_cannot_be_graded():
     assert "no whole" in math_answer("the answer is 18", "18")["reason"]
     assert "characters" in math_answer(rf"\boxed{{{'1+' * 1500}1}}", "18")["reason"]

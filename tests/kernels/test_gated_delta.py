@@ -241,6 +241,13 @@ def test_inverse_of_equal_keys():
     np.testing.assert_allclose(found, -exact.T @ gradient @ exact.T, atol=1e-4)
 
 
+def test_inverses_of_two_short_rows():
+    """Programs of jax 0.10 for a CPU crashed on these dims."""
+    below = np.tril(np.random.default_rng(5).normal(size=(1, 2, 3, 16, 16)), -1) / 10
+    found = jax.jit(chunks.unit_lower_inverse)(below.astype(np.float32))
+    np.testing.assert_allclose(found, np.linalg.inv(np.eye(16) + below), atol=1e-6)
+
+
 def test_each_gradient_of_the_states():
     """Of all that the recurrence reads, against jax's own gradient of the scan over chunks."""
     rng = np.random.default_rng(4)

@@ -64,8 +64,10 @@ def unit_lower_inverse(below: jax.Array) -> jax.Array:
     return _inverse(below)
 
 
-def _inverse(below: jax.Array) -> jax.Array:
-    size = below.shape[-1]
+def _inverse(whole: jax.Array) -> jax.Array:
+    size = whole.shape[-1]
+    # Programs of jax 0.10 for a CPU crash on products of small blocks with more dims before them.
+    below = whole.reshape(-1, size, size)
     block = min(size, SMALLEST)
     # (1 + B)^-1 = (1 - B) (1 + B^2) (1 + B^4): no sum of powers, and B^8 is 0.
     power = -_corners(below, block, 0, 0)
@@ -80,7 +82,7 @@ def _inverse(below: jax.Array) -> jax.Array:
         under = jnp.concatenate([corner, lower], axis=-1)
         inverse = jnp.concatenate([above, under], axis=-2)
         block *= 2
-    return inverse[..., 0, :, :]
+    return inverse.reshape(whole.shape)
 
 
 def _corners(x: jax.Array, block: int, row: int, column: int) -> jax.Array:

@@ -11,6 +11,9 @@ NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
 )
+# A ground truth with a word or a mark, "She has 12" or "#### 12", may have other numbers before its
+# last one. Names that LaTeX gives, such as \frac, are no words.
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|#")
 
 
 def last_number(text: str) -> Decimal | None:
@@ -45,7 +48,7 @@ def exact_answer(
 
     extract="whole" compares the stripped completion as text. "last_number" compares the last number
     in it by value, so "= 12", "12.0" and "1.2e1" all answer 12. Raises ValueError for a row without
-    ground truth, or for "last_number" with one that has no number.
+    ground truth, or for "last_number" with one that has no number, or that several numbers make up.
     """
     expected = truth_text(ground_truth, "exact_answer")
     if extract == "whole":
@@ -56,6 +59,11 @@ def exact_answer(
     number = last_number(expected)
     if number is None:
         raise ValueError(f"the ground truth {expected!r} has no number: use extract='whole'")
+    if len(NUMBER.findall(expected)) > 1 and not WORD.search(expected):
+        raise ValueError(
+            f"the ground truth {expected!r} has several numbers, and extract='last_number' would "
+            "compare the last one alone: use math_answer, or extract='whole'"
+        )
     answer = last_number(solution_str)
     if answer is None:
         return {"score": 0.0, "reason": "no number in the completion"}

@@ -95,6 +95,19 @@ def test_exact_answer():
         exact_answer("1", "yes")
 
 
+@pytest.mark.parametrize("truth", ["3/4", r"\frac{3}{4}", "12:30", "(1, 2)", "2^{10}", "x^2 + 4"])
+def test_the_last_of_several_numbers_is_no_right_answer(truth):
+    with pytest.raises(ValueError, match="several numbers.*math_answer"):
+        exact_answer("1/4", truth)
+
+
+@pytest.mark.parametrize(
+    "truth", ["1,234", "$ 1234", "1.234e3", "5 + 1 = 6 #### 1234", "12 and 1234"]
+)
+def test_a_number_with_words_before_it_is_one(truth):
+    assert exact_answer("1234", truth)["score"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "method", "score"),
     [

@@ -5,7 +5,7 @@ row (padded). Every row is padded on the right, so positions are 0, 1, 2, ... wi
 """
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jaxtyping import Array, Float, Int, UInt32
@@ -108,6 +108,12 @@ class RolloutBatch:
 
 
 ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch) if f.name != "extra")
+# The shape letters of each field that a stage writes.
+ROLLOUT_AXES = {
+    f.name: tuple(get_args(f.type)[0].dim_str.split())
+    for f in fields(RolloutBatch)
+    if f.name in ROLLOUT_FIELDS and f.default is None
+}
 INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids", "group_ids")
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.references import nearest
 from jaxrl_llm.types import ROLLOUT_FIELDS
 
@@ -46,6 +48,31 @@ def check_fields(
                 f"{nearest(name, known)}\nThe fields are {', '.join(known)}. A setting must be "
                 "keyword-only (after *)."
             )
+
+
+def pair_of(role: str, found: Any, mask: Any, *, second: type | None = None) -> tuple[Any, Any]:
+    """The two results of a function: an array of tokens, and another one or a `second`.
+
+    Raises: ValueError unless they are two, and each array has one value for each token of `mask`.
+        Another shape may broadcast, and then it is another loss.
+    """
+    wanted = "(loss, metrics)" if second else "(advantages, returns)"
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        many = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+        raise ValueError(f"{role} returned {type(found).__name__}{many}; it must return {wanted}")
+    arrays = found[:1] if second else found
+    for value in arrays:
+        if (shape := np.shape(value)) != mask.shape:
+            raise ValueError(
+                f"{role} returned an array of shape {shape} in {wanted}; it must have the shape of "
+                f"`mask`, {mask.shape}: one value for each token, and no mean over them"
+            )
+    if second and not isinstance(found[1], second):
+        raise ValueError(
+            f"{role} returned {type(found[1]).__name__} as the metrics of {wanted}; it must be a "
+            "dict, which may be empty"
+        )
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)

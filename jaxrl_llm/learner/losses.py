@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.algorithm import Algorithm
-from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_names
+from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_names, pair_of
 from jaxrl_llm.algorithms.kl import masked_kl
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
@@ -95,7 +95,8 @@ class PolicyLoss:
                 if self.own_logprobs
                 else jnp.where(part["unchanged"], own, part["old_logprobs"])
             )
-        per_token, parts = algorithm.policy_loss(*(current[name] for name in reads))
+        found_loss = algorithm.policy_loss(*(current[name] for name in reads))
+        per_token, parts = pair_of("policy_loss", found_loss, mask, second=dict)
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
         if uses_entropy:
@@ -147,7 +148,8 @@ class ValueLoss:
         new_values = response_values(params, rows, spec=self.spec, settings=self.settings)
         counts, mask = _counts(part), _loss_mask(part)
         current = part | {"new_values": new_values, "mask": mask}
-        per_token, parts = value_loss(*(current[name] for name in field_names(value_loss)))
+        found = value_loss(*(current[name] for name in field_names(value_loss)))
+        per_token, parts = pair_of("value_loss", found, mask, second=dict)
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])
         work = attention_work(rows, self.spec, self.settings)

@@ -15,10 +15,17 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.learner.train_state import Adapted, own_of
-from jaxrl_llm.types import INPUT_FIELDS, OFFLINE_FIELDS, OFFLINE_INPUTS, ROLLOUT_FIELDS
+from jaxrl_llm.types import (
+    INPUT_FIELDS,
+    OFFLINE_FIELDS,
+    OFFLINE_INPUTS,
+    ROLLOUT_AXES,
+    ROLLOUT_FIELDS,
+)
 
 HOST = "host"  # role of a stage that runs Python
 DEVICE = "device"  # role of a stage that is traced and needs no state
@@ -132,8 +139,16 @@ class Stage:
         """Of a host stage, which is not traced: the shapes of what it writes for so many rows."""
         return {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in self.writes}
 
-    def check(self, output: StageOutput) -> None:
-        """ValueError unless the keys of the output are those that the stage says it writes."""
+    def check(self, output: Any, rows: int) -> None:
+        """ValueError unless the output is what the stage says that it writes, with `rows` rows.
+
+        Another shape may broadcast with what reads it, and then it is another result.
+        """
+        if not isinstance(output, StageOutput):
+            raise ValueError(
+                f"stage {self.name!r} returned {type(output).__name__}, not a StageOutput: "
+                "StageOutput({field: array}, {metric: number})"
+            )
         if set(output.writes) != set(self.writes):
             raise ValueError(
                 f"stage {self.name!r} says that it writes {_shown(self.writes)} and returned "
@@ -144,6 +159,21 @@ class Stage:
                 f"stage {self.name!r} has updates={self.updates} and returned "
                 f"{'a' if output.state is not None else 'no'} state"
             )
+        for name, value in output.writes.items():
+            axes = ROLLOUT_AXES.get(name)
+            shape = np.shape(value)
+            if shape[:1] != (rows,) or (axes is not None and len(shape) != len(axes)):
+                wanted = f"[{', '.join(axes)}]" if axes else "[B, ...]"
+                raise ValueError(
+                    f"stage {self.name!r} returned {name} of shape {shape}; it must be {wanted}, "
+                    f"and B is {rows} samples"
+                )
+        for name, value in output.metrics.items():
+            if not self.updates and np.shape(value):
+                raise ValueError(
+                    f"stage {self.name!r} returned the metric {name!r} of shape {np.shape(value)}; "
+                    "a metric is one number, such as the mean"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +230,7 @@ class Segment:
         Returns the new states, the fields that were written, and metrics by stage.
         """
         fields, metrics, states = dict(fields), {}, fixed | learning
+        rows = jax.tree.leaves(fields)[0].shape[0]
         for number, stage in enumerate(self.stages):
             given = {name: fields[name] for name in stage.reads}
             with jax.named_scope(stage.name):
@@ -210,7 +241,7 @@ class Segment:
                     output = stage(state, step, **given)
                 else:
                     output = _from_its_first_step(stage, state, step, given)
-            stage.check(output)
+            stage.check(output, rows)
             fields |= output.writes
             metrics[stage.name] = dict(output.metrics)
             if stage.updates:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.compiling.ahead import CompileJob, Compilers
@@ -202,7 +203,7 @@ class Program:
         with now.timer(segment.name):
             found = self._call_host(segment.stages[0], now, context)
         now.wait()
-        now.metrics |= found
+        now.metrics = _joined(now.metrics, found)
 
     def _before(
         self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress", moves: "_Moves"
@@ -403,10 +404,12 @@ class Program:
         rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
         output = stage(context, now.step, **fields)
-        stage.check(output)
+        stage.check(output, len(rows.owned))
         if self.is_spread and rows.shared:
             now.wait(self.mesh)  # a thread may not have dispatched yet what is in flight there
-        writes = place_owned(dict(output.writes), self._batch_sharding, rows)
+        dtypes = stage.shapes(len(rows.owned))
+        arrays = {k: np.asarray(x, dtypes[k].dtype) for k, x in output.writes.items()}
+        writes = place_owned(arrays, self._batch_sharding, rows)
         metrics = dict(output.metrics)
         if not stage.gathers and jax.process_count() > 1:
             metrics = _mean_over_hosts(metrics, len(rows.owned))
@@ -458,8 +461,18 @@ def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, A
     metrics: dict[str, Any] = {}
     for stage in segment.stages:
         if step >= stage.first_step:
-            metrics |= by_stage[stage.name]
+            metrics = _joined(metrics, by_stage[stage.name])
     return metrics
+
+
+def _joined(metrics: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` and those of a further stage. ValueError for a name that both have."""
+    if again := sorted(found.keys() & metrics.keys()):
+        raise ValueError(
+            f"two stages report the metric {again[0]!r}, so one value would be lost; rename that "
+            "of your stage or of your loss"
+        )
+    return metrics | dict(found)
 
 
 def _split_states(states: States, segment: Segment) -> tuple[States, States]:
@@ -562,7 +575,7 @@ class _Progress:
             new_states, writes, by_stage = end()
             self.states = self.states | new_states
             self.batch = self.batch.replace(**writes)
-            self.metrics |= _begun(segment, by_stage, self.step)
+            self.metrics = _joined(self.metrics, _begun(segment, by_stage, self.step))
 
     def is_busy(self, mesh: Mesh) -> bool:
         """Whether a segment is in flight on `mesh`. It does not depend on the clock."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards
 from jaxrl_llm.algorithms.algorithm import Algorithm
-from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.fields import field_names, pair_of
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
@@ -314,7 +314,8 @@ class Advantages(Stage):
             "rewards": rewards,
         }
         (advantage,) = self.functions
-        advantages, returns = advantage(*(known[name] for name in field_names(advantage)))
+        found = advantage(*(known[name] for name in field_names(advantage)))
+        advantages, returns = pair_of("the algorithm's advantage", found, mask)
         writes = {"advantages": advantages, "returns": returns}
         metrics = batch_metrics(**known, **writes, max_response_length=self.max_response_length)
         return StageOutput(writes, metrics)

@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms import (
 )
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_online
-from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names
+from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names, pair_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.online import plan_iteration
@@ -313,3 +313,32 @@ def test_the_page_on_adding_an_algorithm_works(monkeypatch, tmp_path):
     assert "critic" not in iteration.roles and "reference" not in iteration.roles
     rows = made.data.train_batch_size * 4
     assert iteration.trace().advantages.shape == (rows, made.data.max_response_length)
+
+
+MASK = np.ones((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("found", "second", "words"),
+    [
+        (MASK, None, r"returned ndarray; it must return \(advantages, returns\)"),
+        ((MASK, MASK, MASK), None, "returned tuple of 3"),
+        (
+            (MASK, MASK[:, 0]),
+            None,
+            r"shape \(4,\) in .*shape of `mask`, \(4, 3\): one value for each",
+        ),
+        ((MASK[:, :1], MASK), None, r"shape \(4, 1\)"),  # these would broadcast
+        (MASK, dict, r"it must return \(loss, metrics\)"),
+        ((MASK.mean(), {}), dict, r"shape \(\) in \(loss, metrics\).*no mean over them"),
+        ((MASK, MASK), dict, "returned ndarray as the metrics of"),
+    ],
+)
+def test_what_a_function_returns_has_a_value_for_each_token(found, second, words):
+    with pytest.raises(ValueError, match="^loss returned .*" + words.removeprefix("returned ")):
+        pair_of("loss", found, MASK, second=second)
+
+
+def test_what_a_function_should_return_is_taken():
+    assert pair_of("loss", (MASK, {}), MASK, second=dict) == (MASK, {})
+    assert pair_of("advantage", [MASK, MASK], MASK) == (MASK, MASK)

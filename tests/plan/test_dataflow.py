@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.plan.dataflow import DEVICE, HOST, Stage, StageOutput, plan, segments
@@ -136,16 +137,36 @@ def test_a_field_that_a_stage_writes_is_known_to_others():
     assert planned.index("penalty") < planned.index("reader")
 
 
+COST = np.ones(4)
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (StageOutput({"costs": 1}), "says that it writes cost and returned costs"),
-        (StageOutput({"cost": 1, "more": 1}), "returned cost, more"),
+        ({"cost": COST}, "returned dict, not a StageOutput"),
+        (StageOutput({"costs": COST}), "says that it writes cost and returned costs"),
+        (StageOutput({"cost": COST, "more": COST}), "returned cost, more"),
         (StageOutput(), "returned nothing"),
-        (StageOutput({"cost": 1}, state=1), "updates=False and returned a state"),
+        (StageOutput({"cost": COST}, state=1), "updates=False and returned a state"),
+        (
+            StageOutput({"cost": COST.mean()}),
+            r"cost of shape \(\); it must be \[B, ...\], and B is 4",
+        ),
+        (StageOutput({"cost": COST[:3]}), r"cost of shape \(3,\)"),
+        (
+            StageOutput({"cost": COST}, {"mine": COST}),
+            r"metric .mine. of shape \(4,\); a",
+        ),
     ],
 )
 def test_what_a_stage_returns_is_what_it_says(output, words):
     with pytest.raises(ValueError, match=words):
-        Penalty().check(output)
-    Penalty().check(StageOutput({"cost": 1}))
+        Penalty().check(output, 4)
+    Penalty().check(StageOutput({"cost": COST}, {"mine": 1.0}), 4)
+
+
+def test_a_field_of_the_batch_has_its_own_shape():
+    scores = stage("mine", ("rewards",), ("scores",))
+    with pytest.raises(ValueError, match=r"scores of shape \(4, 1\); it must be \[B\], and"):
+        scores.check(StageOutput({"scores": COST[:, None]}), 4)
+    scores.check(StageOutput({"scores": COST}), 4)

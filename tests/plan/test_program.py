@@ -128,6 +128,15 @@ class OfOneField(Stage):
         return StageOutput({self.writes[0]: self.fn(step, x)})
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reports(OfOneField):
+    """It reports the mean of its field under a name that others have too."""
+
+    def __call__(self, state, step, **fields):
+        output = super().__call__(state, step, **fields)
+        return replace(output, metrics={"score": output.writes[self.writes[0]].mean()})
+
+
 def device_stage(name: str, reads: str, writes: str) -> Stage:
     """Work that takes some 0.1 s, and is so much of it that it is not done inside the dispatch."""
 
@@ -153,8 +162,8 @@ def host_stage(reads: str, writes: str) -> Stage:
 )
 def test_a_program_has_the_compiler_options_that_all_its_stages_have(fuse, of_both, taken):
     options = {"xla_no_such_option": True}
-    first = device_stage("first", "prompt_lengths", "old_logprobs")
-    beside = device_stage("beside", "old_logprobs", "values")
+    first = device_stage("first", "prompt_lengths", "function_scores")
+    beside = device_stage("beside", "function_scores", "model_scores")
     planned = [
         replace(first, compiler_options=options),
         replace(beside, compiler_options=options if of_both else {}),
@@ -177,9 +186,9 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
 
         return OfOneField(name=name, fn=fn, given=(reads,), writes=(writes,))
 
-    first = counted("first", "prompt_lengths", "old_logprobs")
-    last = counted("last", "scores", "returns")
-    planned = [first, host_stage("old_logprobs", "scores"), last]
+    first = counted("first", "prompt_lengths", "function_scores")
+    last = counted("last", "scores", "greedy_scores")
+    planned = [first, host_stage("function_scores", "scores"), last]
     mesh = make_mesh(devices=jax.devices()[:1])
     program = Program(segments(planned), mesh=mesh, state_shardings={})
     fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
@@ -192,7 +201,7 @@ def test_what_is_traced_or_lowered_ahead_is_not_traced_again():
         if not segment.is_host:
             program.lower(segment, {}, whole)
     _, found, _ = program.run({}, batch, 1, None, Timer())
-    np.testing.assert_array_equal(found.returns, np.full(4, 3.0))
+    np.testing.assert_array_equal(found.greedy_scores, np.full(4, 3.0))
     assert traced == ["first", "last"]
 
 
@@ -210,10 +219,10 @@ def test_the_first_program_is_compiled_while_the_next_one_is_traced(monkeypatch)
         return x
 
     monkeypatch.setattr(ahead, "_compile", compile_one)
-    first = device_stage("first", "prompt_lengths", "old_logprobs")
-    last = OfOneField(name="last", fn=fn, given=("scores",), writes=("returns",))
+    first = device_stage("first", "prompt_lengths", "function_scores")
+    last = OfOneField(name="last", fn=fn, given=("scores",), writes=("greedy_scores",))
     program = Program(
-        segments([first, host_stage("old_logprobs", "scores"), last]),
+        segments([first, host_stage("function_scores", "scores"), last]),
         mesh=make_mesh(devices=jax.devices()[:1]),
         state_shardings={},
     )
@@ -223,6 +232,25 @@ def test_the_first_program_is_compiled_while_the_next_one_is_traced(monkeypatch)
     program.compile_ahead({}, batch)
     program.wait_for_compilers()
     assert sorted(seen) == ["compiled", "compiled", "traced"]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_two_stages_do_not_report_one_metric(fuse):
+    """The second one would replace the first."""
+
+    def reports(name, reads, writes):
+        return Reports(name=name, given=(reads,), writes=(writes,), fn=lambda step, x: x)
+
+    planned = [
+        reports("first", "prompt_lengths", "function_scores"),
+        reports("mine", "function_scores", "model_scores"),
+    ]
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = Program(segments(planned, fuse=fuse), mesh=mesh, state_shardings={})
+    fields: dict[str, Any] = dict.fromkeys(INPUT_FIELDS, np.ones(4, np.float32))
+    batch = make_global(RolloutBatch(**fields), batch_sharding(mesh))
+    with pytest.raises(ValueError, match="two stages report the metric 'score'.*rename that"):
+        program.run({}, batch, 1, None, Timer())
 
 
 # A program that takes a minute to compile, and an error while its thread is at work.
@@ -237,7 +265,7 @@ from jaxrl_llm.compiling import ahead
 def main(_):
     ahead._compile = lambda *_: time.sleep(60)
     one = Program(
-        segments([device_stage("first", "prompt_lengths", "old_logprobs")]),
+        segments([device_stage("first", "prompt_lengths", "function_scores")]),
         mesh=make_mesh(devices=jax.devices()[:1]),
         state_shardings={},
     )
@@ -367,11 +395,11 @@ def test_clocks_of_device_segments_do_not_overlap(fuse):
 
     Not fused, the host's is disjoint as well. Fused, the device works while the host does.
     """
-    first = device_stage("first", "prompt_lengths", "old_logprobs")
-    beside = device_stage("beside", "old_logprobs", "values")
-    also = device_stage("also", "values", "advantages")
-    last = device_stage("last", "scores", "returns")
-    planned = [first, beside, also, host_stage("old_logprobs", "scores"), last]
+    first = device_stage("first", "prompt_lengths", "function_scores")
+    beside = device_stage("beside", "function_scores", "model_scores")
+    also = device_stage("also", "model_scores", "greedy_function_scores")
+    last = device_stage("last", "scores", "greedy_scores")
+    planned = [first, beside, also, host_stage("function_scores", "scores"), last]
     parts = segments(planned, fuse=fuse)
     names = [part.name for part in parts]
     assert names == (

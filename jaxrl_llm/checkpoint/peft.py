@@ -373,7 +373,7 @@ def base_of_adapter(directory: str | Path) -> tuple[str, dict[str, str]]:
 def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None) -> Params:
     """The parameters of `spec` that learn, of a PEFT directory, in their dtype.
 
-    Raises: ConfigError for a tensor that is missing or has another shape.
+    Raises: ConfigError for a tensor that is missing, has another shape, or would not be read.
     """
     directory, stored = Path(directory), _stored(Path(directory))
     ours = adapter_tensors(spec)
@@ -386,6 +386,11 @@ def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None
                 f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
                 f"{shape}; give the adapter of this model"
             )
+    if unread := sorted(name for name in stored if name not in wanted and not _is_head(name)):
+        raise ConfigError(
+            f"{directory / WEIGHTS} has {unread[0]}, which {CONFIG} does not ask for (its use_dora "
+            f"is {spec.lora is not None and spec.lora.dora}); save the adapter again"
+        )
     read: dict[Leaf, dict[int, Any]] = {}
     for name, value in read_tensors([stored[name] for name in wanted]):
         for part in wanted[name]:
@@ -414,8 +419,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
         rank, alpha = int(theirs["r"]), float(theirs["lora_alpha"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no adapter's config ({error!r}); save it again") from None
-    if rank < 1 or not alpha > 0:
-        raise ConfigError(f"{path} has r={rank} and lora_alpha={alpha}; both are positive")
+    if rank < 1 or not 0 < alpha < math.inf:
+        raise ConfigError(
+            f"{path} has r={rank} and lora_alpha={alpha}; both are positive and finite"
+        )
     for key, plain in _PLAIN.items():
         if key in theirs and theirs[key] not in plain:
             raise ConfigError(f"{path} has {key}={theirs[key]}, which is not supported")

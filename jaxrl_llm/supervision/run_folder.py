@@ -12,13 +12,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxrl_llm.checkpoint.identity import code_record, package_versions
 from jaxrl_llm.checkpoint.layout import (
     CHECKPOINTS,
     STEP_PREFIX,
@@ -79,6 +82,13 @@ FREE_KEYS = SCHEDULE_KEYS + DEVICE_KEYS
 HEARTBEAT_S = 60.0  # between two updates of the lock's time
 # A lock of another host, where no process id can be looked up, is stale after so long.
 STALE_S = 10 * HEARTBEAT_S
+# Settings of jax that change numbers. The environment may give them to one process alone.
+JAX_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
 MOST_SHOWN = 10  # differing keys in a message
 ABSENT = "(not set)"
 
@@ -120,10 +130,12 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
     Every process must call it. The main one locks and checks, and all of them raise its error.
 
     Raises: ConfigError when another process uses the folder, when it holds a run with another
-        config, or when it cannot be written. Nothing in the folder is changed then.
+        config, or when it cannot be written. Nothing in the folder is changed then. Also when the
+        processes of the run do not run the same.
     """
     path = run_folder(config)
     text, error, latest = to_json(config), "", None
+    _check_same_run(gather_objects(_what_runs(config, text), "what runs"))
     with contextlib.ExitStack() as stack:
         if is_main():
             try:
@@ -138,6 +150,31 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         if error:
             raise ConfigError(error)
         yield RunFolder(path=path, latest_step=latest, config_text=text)
+
+
+def _what_runs(config: Config, text: str) -> dict[str, Any]:
+    """What must be the same in all processes: another one computes another part of a step."""
+    return {
+        "config": json.loads(text) | {"compile_cache": None},  # a node may have a disk of its own
+        "file": code_record(config),
+        "package": package_versions(),
+        "jax": {name: getattr(jax.config, name) for name in JAX_SETTINGS},
+    }
+
+
+def _check_same_run(of_processes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: ConfigError that says in what the first other process differs from process 0."""
+    for process, found in enumerate(of_processes):
+        changed = list(_differences("", of_processes[0], found))
+        if changed:
+            lines = [
+                f"  {key}: {_shown(there)} in process 0, {_shown(here)} in process {process}"
+                for key, there, here in changed[:MOST_SHOWN]
+            ]
+            raise ConfigError(
+                "the processes of this run differ:\n" + "\n".join(lines) + "\nStart all of them "
+                "with the same flags, files, packages and environment"
+            )
 
 
 def free_folder(path: Path) -> Path:

@@ -7,13 +7,23 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from in_process import launch_here
 
-from jaxrl_llm.config import Config, ConfigError, LogConfig, MeshConfig, SupervisedConfig
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    Custom,
+    LogConfig,
+    MeshConfig,
+    RewardConfig,
+    SupervisedConfig,
+    to_json,
+)
 from jaxrl_llm.supervision import run_folder
 from jaxrl_llm.supervision.run_folder import LOCK, differing_keys, open_run_folder
 
@@ -306,3 +316,41 @@ def test_several_processes_share_a_folder_and_are_refused_together(tmp_path):
 def test_a_key_that_an_older_version_lacks_may_be_null():
     assert differing_keys({"data": {}}, {"data": {"train_rows": None}}) == []
     assert differing_keys({"data": {}}, {"data": {"train_rows": {"num_rows": 1}}}) != []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 7}, "config.seed: 0 in process 0, 7 in process 1"),
+        ({"run_dir": "other"}, 'config.run_dir: .* in process 0, "other" in process 1'),
+        ({"compile_cache": "own_disk"}, ""),
+    ],
+)
+def test_all_processes_have_one_config(tmp_path, monkeypatch, changes, words):
+    """With another learning rate in one process its replica of the weights would drift away."""
+    config = config_in(tmp_path / "run")
+
+    def gathered(value, name="gather"):
+        other = run_folder._what_runs(config, to_json(replace(config, **changes)))
+        return [value, other] if name == "what runs" else [value]
+
+    monkeypatch.setattr(run_folder, "gather_objects", gathered)
+    refused = pytest.raises(ConfigError, match=words) if words else nullcontext()
+    with refused, open_run_folder(config):
+        assert not words
+    assert (tmp_path / "run").exists() == (not words)  # nothing is made before
+
+
+def test_all_processes_have_one_reward_file_and_one_jax(tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text("def one(completions):\n    return [1.0 for _ in completions]\n")
+    functions = (Custom(path=f"{reward}:one"),)
+    config = config_in(tmp_path / "run", reward=RewardConfig(functions=functions))
+    here = run_folder._what_runs(config, to_json(config))
+    reward.write_text(reward.read_text().replace("1.0", "9.0"))
+    there = run_folder._what_runs(config, to_json(config))
+    with pytest.raises(ConfigError, match=r"file.config.reward.functions.0=.*reward.py:one: \"\w"):
+        run_folder._check_same_run([here, here, there])
+    with pytest.raises(ConfigError, match="jax.jax_enable_x64: false in process 0, true in"):
+        run_folder._check_same_run([here, here | {"jax": here["jax"] | {"jax_enable_x64": True}}])
+    run_folder._check_same_run([here, here])

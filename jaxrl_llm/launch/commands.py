@@ -32,6 +32,7 @@ from jaxrl_llm.launch.outputs import (
     check_folder,
     check_other_files,
     check_parent,
+    write_whole,
 )
 from jaxrl_llm.launch.pipes import outlive_readers
 from jaxrl_llm.launch.runtime import (
@@ -489,7 +490,7 @@ def doctor(argv: list[str]) -> int:
     if is_main():
         print(table(report))
         if flags.json is not None:
-            flags.json.write_text(json.dumps(report, indent=2) + "\n")
+            write_whole(flags.json, json.dumps(report, indent=2) + "\n")
     return 0 if report["ok"] else 1
 
 
@@ -564,7 +565,7 @@ def plan(argv: list[str]) -> int:
     report = make_report(config, request, lambda text: print(text, file=sys.stderr, flush=True))
     print("\n".join(lines(report)))
     if flags.json is not None:
-        flags.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        write_whole(flags.json, json.dumps(report.to_json(), indent=2) + "\n")
     return 0 if report.planned.fits or not report.timed else 1
 
 

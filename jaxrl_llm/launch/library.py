@@ -26,7 +26,13 @@ from jaxrl_llm.config import (
 from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.launch import arguments
 from jaxrl_llm.launch.main import imports
-from jaxrl_llm.launch.outputs import ANSWERS, EVALUATION, check_writable
+from jaxrl_llm.launch.outputs import (
+    ANSWERS,
+    EVALUATION,
+    check_new_folder,
+    check_writable,
+    write_whole,
+)
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
@@ -201,14 +207,11 @@ def evaluate(
     report = validation_report(config, str(model), found)
     rows = [] if answers is None else all_answers(found)
     if is_main():
-        _write(output, json.dumps(report, indent=2) + "\n")
-        _write(answers, "".join(map(to_line, rows)))
+        if output is not None:
+            write_whole(Path(output), json.dumps(report, indent=2) + "\n")
+        if answers is not None:
+            write_whole(Path(answers), "".join(map(to_line, rows)))
     return report
-
-
-def _write(file: str | Path | None, text: str) -> None:
-    if file is not None:
-        Path(file).write_text(text, errors="backslashreplace")
 
 
 def export(
@@ -236,6 +239,7 @@ def export(
     checkpoint = find_checkpoint(str(arguments.a_path("model", model)))
     if is_file(output):
         raise ConfigError(f"--output={output} is a file; give a directory to write")
+    check_new_folder("--output", output)
     # An export only copies, and CPU memory is larger.
     prepare(num_cpu_devices=0 if devices_are_used() else 1)
     with imports():

@@ -26,6 +26,8 @@ def check_parent(flag: str, file: Path) -> None:
         raise ConfigError(f"{flag}={file} is a folder; give a file such as {file}/report.json")
     if not file.parent.is_dir():
         raise ConfigError(f"{flag}={file}: there is no folder {file.parent}")
+    if not os.access(file if is_file(file) else file.parent, os.W_OK):
+        raise ConfigError(f"{flag}={file} cannot be written; give another file")
 
 
 def check_other_files(flag: str, file: Path, begins: bytes) -> None:
@@ -58,6 +60,27 @@ def check_writable(flag: str, file: Path, begins: bytes) -> None:
     if not os.access(file if is_file(file) else file.parent, os.W_OK):
         raise ConfigError(f"{flag}={file} cannot be written; give another file")
     check_other_files(flag, file, begins)
+
+
+def check_new_folder(flag: str, folder: Path) -> None:
+    """ConfigError where `folder`, which need not exist, cannot be made or written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{flag}={folder} cannot be written; give another directory")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write `text`, or leave what `file` holds where the disk is full."""
+    if file.exists() and not file.is_file():  # /dev/stdout
+        file.write_text(text, errors="backslashreplace")
+        return
+    file = file.resolve()  # a link stays one
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, errors="backslashreplace")
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_folder(flag: str, folder: Path) -> None:

@@ -78,3 +78,28 @@ def test_an_evaluation_keeps_its_data_and_both_of_its_files(run):
     given["overrides"] = {"data.val_files": [str(earlier)]}
     with pytest.raises(ConfigError, match=r"--answers=.*is the file of the data"):
         rl.evaluate(**given, answers=earlier)
+
+
+def test_a_full_disk_leaves_what_a_file_held(tmp_path, monkeypatch):
+    file, link = tmp_path / "report.json", tmp_path / "link.json"
+    file.write_text("earlier")
+    link.symlink_to(file)
+
+    def full(path, text, **_):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(outputs.Path, "write_text", full)
+        outputs.write_whole(link, "later")
+    assert file.read_text() == "earlier" and sorted(tmp_path.iterdir()) == [link, file]
+    outputs.write_whole(link, "later")
+    assert file.read_text() == "later" and link.is_symlink()
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs.os, "access", lambda path, mode: path != tmp_path)  # of root, too
+    with pytest.raises(ConfigError, match="--json=.*plan.json cannot be written"):
+        outputs.check_parent("--json", tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match="--output=.*/a/model cannot be written"):
+        outputs.check_new_folder("--output", tmp_path / "a" / "model")

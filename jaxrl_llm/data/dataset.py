@@ -38,7 +38,7 @@ from jaxrl_llm.data.formats import (
 )
 from jaxrl_llm.data.hub import hub_files
 from jaxrl_llm.data.shaping import Shape, ShapedRows
-from jaxrl_llm.data.share import Source, Striped
+from jaxrl_llm.data.share import Source, Striped, sampled_digest
 from jaxrl_llm.data.sources import (
     BadRow,
     ListedRows,
@@ -206,7 +206,8 @@ def _load(
         kind = _source_format(name, first, purpose, sources.keys) if first else ""
         reader = _Reader(name, kind, rows, convert, fit, rules.max_length, truncation)
         checked = replace(reader, rows=FirstRows(rows)) if rules.streaming else reader
-        own.append(_check_stripe(checked, rules.filter_overlong))
+        stripe = _check_stripe(checked, rules.filter_overlong)
+        own.append(replace(stripe, first=sampled_digest([row.data for row in first])))
         if rules.streaming:
             rows = rows if purpose == "prompts" else rows.only(TRAINED_COLUMNS)
             streamed.append(StreamedSource(rows, reader.records_of))
@@ -221,6 +222,7 @@ def _load(
     errors = [one["error"] for summaries in found for one in summaries if one["error"]]
     if errors:
         raise ValueError(errors[0])
+    _check_same_rows([stripe.reader.name for stripe in own], everyone)
     bad = [
         BadRow(*row)
         for summaries in found
@@ -287,6 +289,7 @@ class _Stripe(Generic[T]):
     unconverted: list[BadRow] = field(default_factory=list)
     num_overlong: int = 0
     error: str = ""
+    first: str = ""  # a digest of the first rows of the source, which every process reads
 
     def summary(self) -> dict[str, Any]:
         """All but the records, in JSON's types; counts as runs of equal ones."""
@@ -296,7 +299,22 @@ class _Stripe(Generic[T]):
             "unconverted": [astuple(row) for row in self.unconverted],
             "num_overlong": self.num_overlong,
             "error": self.error,
+            "source": [len(self.reader.rows), self.first],
         }
+
+
+def _check_same_rows(names: Sequence[str], everyone: Sequence[Sequence[Any]]) -> None:
+    """ValueError for a source that is another one in some process; its first rows are compared.
+
+    Each process checks and keeps a stripe, so a batch would be of rows of both.
+    """
+    for process, summaries in enumerate(everyone):
+        for name, one, main in zip(names, summaries, everyone[0], strict=True):
+            if one["source"] != main["source"]:
+                raise ValueError(
+                    f"{name} has other rows in process {process} than in process 0: all processes "
+                    "must read the same file, and a class must give the same rows in each"
+                )
 
 
 def _check_stripe(reader: _Reader[T], filter_overlong: bool) -> _Stripe[T]:

@@ -87,6 +87,21 @@ def test_three_processes_load_what_one_does(load, sources, monkeypatch):
     assert max(map(len, kept)) < 0.5 * len(alone.items)
 
 
+def test_processes_that_read_other_rows_are_refused(tmp_path, monkeypatch):
+    """A copy of a file on the disk of a node may be an older one."""
+    file = tmp_path / "a.jsonl"
+    copies = [PAIRS, PAIRS, [PAIRS[0] | {"prompt": "8+8="}, *PAIRS[1:]]]
+
+    def load():
+        file.write_text("".join(json.dumps(row) + "\n" for row in copies[jax.process_index()]))
+        return load_prompts(Sources(files=(str(file),)), CHAR, RULES)
+
+    with pytest.raises(ValueError, match=r"a.jsonl has other rows in process 2 than in process 0"):
+        on_processes(monkeypatch, load)
+    copies[2] = PAIRS
+    assert len(on_processes(monkeypatch, load)) == PROCESSES
+
+
 def test_the_digest_adds_up_and_tells_the_order(sources, monkeypatch):
     items = load_prompts(sources, CHAR, RULES).items
     several = on_processes(monkeypatch, lambda: load_prompts(sources, CHAR, RULES).items)

@@ -154,7 +154,7 @@ def _model_spec(
             attach(model, {path: tensor.name for path, tensor in names.items()}, lora)
         return model
 
-    graphdef, state = nnx.split(nnx.eval_shape(make))
+    graphdef, state = nnx.split(make())
 
     def metadata(key: str) -> Params:
         tree: Params = {}

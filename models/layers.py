@@ -47,9 +47,12 @@ PROJECTION = "projection"  # checkpoint name of a projection's output; see decod
 def parameter(
     shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], init: str, dtype: DTypeLike
 ) -> nnx.Param:
-    """A parameter with one logical axis a dim; `base.init_params` gives it its values."""
+    """A parameter with one logical axis a dim; `base.init_params` gives it its values.
+
+    Until then it is a shape and a dtype: a model is described without tracing arrays of zeros.
+    """
     assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, init=init)
 
 
 class Projection(nnx.Module):

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from tiny_iteration import random_params
 from tiny_models import CONFIGS
 
 from jaxrl_llm.generation import kv_cache
@@ -249,7 +251,8 @@ def test_other_layers_are_computed_as_before(config, monkeypatch):
 def test_a_query_with_a_gate_is_computed_as_before(gate):
     """Its rows of the merged projection are not a head each."""
     config = config_of("qwen3", attention_gate=gate)
-    layer = Attention(config, kind=(None, 0), form="merged", dtype="bfloat16")
+    graphdef, state = nnx.split(Attention(config, kind=(None, 0), form="merged", dtype="bfloat16"))
+    layer = nnx.merge(graphdef, random_params(nnx.to_pure_dict(state), 0))
     rope = rope_tables(config, jnp.zeros((2, 1)))
     step = layer._step_heads(jnp.zeros((2, 1, config.hidden_size), jnp.bfloat16), rope)
     assert (step is None) == gate

@@ -26,6 +26,7 @@ from jaxrl_llm.models.base import (
     quantize_projections,
     scalar_params_from,
 )
+from jaxrl_llm.models.layers import Projection
 from jaxrl_llm.models.shapes import num_parameters
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
@@ -164,6 +165,11 @@ def test_specs_are_equal_and_hash_by_what_they_describe():
     assert hash(model_spec(TINY)) == hash(model_spec(TINY))
     assert model_spec(TINY) != model_spec(TINY, "scalar")
     assert model_spec(TINY) != model_spec(TINY, dtype="bfloat16")
+
+
+def test_a_layer_is_shapes_until_it_is_bound():
+    kernel = Projection((2, 3), ("embed", "mlp"), dtype="bfloat16").kernel
+    assert kernel.get_value() == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
 
 
 def test_a_caller_cannot_change_the_spec_of_others():

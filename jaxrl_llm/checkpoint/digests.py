@@ -36,6 +36,7 @@ POLL_S = 0.05
 SHOWN = 3  # damaged files or arrays in a message
 THREADS = 8  # that read files; hashing lets other threads run
 PIECE = 2**24  # bytes read at once
+MOST_ON_HOST = 2**14  # numbers of an array that the host measures in less than a millisecond
 
 
 class DamagedCheckpoint(ValueError):
@@ -206,18 +207,29 @@ def measure(items: Mapping[str, Any]) -> dict[str, dict[str, Measured]]:
 
 
 def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
-    """All at once where they are in the memory of one device: the host waits once for them.
+    """Small arrays on the host, so that no program is compiled for each of their shapes.
 
+    The others all at once where they are in the memory of one device: the host waits once for them.
     Otherwise one by one: an array in host memory needs room on a device, and many programs of small
     collectives at the same time can use up the threads of a CPU.
     """
-    if not all(map(_is_in_one_device, arrays)):
-        return [_measured(x, fetch(_measure_array(x))) for x in arrays]
-    on_device = [_measure_array(x) for x in arrays]
-    for x in on_device:
-        x.copy_to_host_async()
-    found = fetch(on_device)
-    return [_measured(x, each) for x, each in zip(arrays, found, strict=True)]
+    at_once = all(map(_is_in_one_device, arrays))
+    found: list[Any] = []
+    for x in arrays:
+        numbers = x if _is_small(x) else _measure_array(x)
+        found.append(numbers if at_once or numbers is x else fetch(numbers))
+    for numbers in found:
+        if isinstance(numbers, jax.Array):
+            numbers.copy_to_host_async()
+    return [
+        _measured(x, numbers_of(np, fetch(x)) if numbers is x else fetch(numbers))
+        for x, numbers in zip(arrays, found, strict=True)
+    ]
+
+
+def _is_small(x: Any) -> bool:
+    """Whether the host measures `x`. Of several processes each takes part, whoever holds it."""
+    return jax.process_count() == 1 and x.size <= MOST_ON_HOST
 
 
 def _is_in_one_device(x: Any) -> bool:
@@ -226,7 +238,7 @@ def _is_in_one_device(x: Any) -> bool:
 
 
 def _measured(x: Any, found: np.ndarray) -> Measured:
-    """`found` is what `_measure_array` gives."""
+    """`found` is what `numbers_of` gives."""
     one, other, finite = found[:3].tolist()
     rms = found[3:].view(np.float32)[0]
     return Measured(
@@ -277,32 +289,42 @@ def check_arrays(
 
 @jax.jit
 def _measure_array(x: jax.Array) -> jax.Array:
+    """`numbers_of` an array on its devices."""
+    if in_host_memory(x):
+        x = jax.device_put(x, jax.memory.Space.Device)
+    return numbers_of(jnp, x)
+
+
+def numbers_of(xp: Any, x: Any) -> Any:
     """Two sums of the bits, mixed with their place; whether all is finite; root mean square.
 
     One pass over the array. Integers add up in any order. The four are uint32, the last by its
-    bits: the host reads one small array for each.
+    bits: the host reads one small array for each. `xp` is numpy or jax.numpy, as `x` is; both give
+    the same sums of the bits.
     """
-    if in_host_memory(x):
-        x = jax.device_put(x, jax.memory.Space.Device)
-    finite, rms = jnp.bool_(True), jnp.float32(0)
+    finite, rms = xp.bool_(True), xp.float32(0)
     if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
         # Divided first: the squares of a large array would overflow sooner than those of one value.
-        finite = jnp.isfinite(x).all()
-        rms = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32) * x.size**-0.5)))
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    index, stride = jnp.uint32(0), 1
+        finite = xp.isfinite(x).all()
+        with np.errstate(over="ignore", invalid="ignore"):  # an infinite result says so
+            rms = xp.sqrt(xp.sum(xp.square(x.astype(xp.float32) * x.size**-0.5)))
+    if x.dtype == xp.bool_:
+        x = x.astype(xp.uint8)
+    bits = x.view(f"uint{8 * x.dtype.itemsize}").astype(xp.uint32)
+    index, stride = xp.uint32(0), 1
     for axis in reversed(range(x.ndim)):
-        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        along = [1] * x.ndim
+        along[axis] = x.shape[axis]
+        places = xp.arange(x.shape[axis], dtype=xp.uint32).reshape(along)
+        index = index + places * xp.uint32(stride % 2**32)
         stride *= x.shape[axis]
     pair = (2, *(1,) * x.ndim)
-    place = jnp.array([0x9E3779B9, 0xB5297A4D], jnp.uint32).reshape(pair)
-    factor = jnp.array([0x85EBCA6B, 0xC2B2AE35], jnp.uint32).reshape(pair)
+    place = xp.array([0x9E3779B9, 0xB5297A4D], xp.uint32).reshape(pair)
+    factor = xp.array([0x85EBCA6B, 0xC2B2AE35], xp.uint32).reshape(pair)
     # A step that can be undone follows another, so a flipped bit always changes the term.
     mixed = (bits ^ (index * place)) * factor
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+    mixed = (mixed ^ (mixed >> 15)) * xp.uint32(0x2C1B3C6D)
     mixed = mixed ^ (mixed >> 13)
-    one, other = jnp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=jnp.uint32)
-    bits_of_rms = jax.lax.bitcast_convert_type(rms, jnp.uint32)
-    return jnp.stack([one, other, finite.astype(jnp.uint32), bits_of_rms])
+    one, other = xp.sum(mixed, axis=tuple(range(1, x.ndim + 1)), dtype=xp.uint32)
+    bits_of_rms = rms.astype(xp.float32).view(xp.uint32)
+    return xp.stack([one, other, finite.astype(xp.uint32), bits_of_rms])

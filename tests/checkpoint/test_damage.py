@@ -197,7 +197,11 @@ def expected_digest(x: np.ndarray) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
-def test_the_digest_of_an_array_does_not_depend_on_the_sharding(dtype: str) -> None:
+@pytest.mark.parametrize("on_host", [0, 384])
+def test_the_digest_of_an_array_does_not_depend_on_the_sharding(
+    dtype: str, on_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "MOST_ON_HOST", on_host)
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     x = (np.random.default_rng(0).normal(size=(8, 3, 16)) * 50).astype(kind)
     mesh = jax.make_mesh((4, 2), ("a", "b"))

@@ -75,7 +75,9 @@ def test_loaded_weights_are_looked_at():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
-def test_what_is_measured_equals_numpy(dtype):
+@pytest.mark.parametrize("on_host", [0, 320])
+def test_what_is_measured_equals_numpy(dtype, on_host, monkeypatch):
+    monkeypatch.setattr(digests, "MOST_ON_HOST", on_host)
     x = (np.random.default_rng(1).normal(size=(64, 5)) * 50).astype(np.float32)
     array = jnp.asarray(x).astype(dtype)
     found = digests.measure({"item": {"x": array}})["item"]["x"]
@@ -83,3 +85,10 @@ def test_what_is_measured_equals_numpy(dtype):
     floats = np.asarray(array.astype(jnp.float32)) if dtype in ("float32", "bfloat16") else 0.0
     np.testing.assert_allclose(found.rms, np.sqrt(np.mean(np.square(floats))), rtol=1e-5)
     np.testing.assert_allclose(found.squares, np.sum(np.square(floats)), rtol=1e-5)
+
+
+def test_small_arrays_are_measured_without_a_program_for_each_shape(monkeypatch):
+    monkeypatch.setattr(digests, "_measure_array", lambda x: pytest.fail(f"compiles {x.shape}"))
+    digests.measure({"item": {str(n): np.ones((n, 2), np.float32) for n in (1, 2, 3)}})
+    with pytest.raises(pytest.fail.Exception, match="compiles"):
+        digests.measure({"item": {"large": np.ones(digests.MOST_ON_HOST + 1, np.float32)}})

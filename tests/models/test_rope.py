@@ -128,24 +128,39 @@ def test_bad_values_are_refused_by_key(rope, message):
             families.config_from_hf({**MODEL, key: rope})
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
-def test_the_sampler_and_the_trainer_have_the_same_log_probs(kind):
-    """Rows of up to 11 tokens, beyond the 4 or 8 that the model was trained with.
+BEYOND = {  # the 4 or 8 tokens that the model was trained with
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 4},
+    "dynamic": {"factor": 4.0},
+    "longrope": {**LONG, "original_max_position_embeddings": 4},
+}
 
-    The sampler decodes token by token; the trainer packs rows of several samples.
-    """
-    rope = {
-        "yarn": {"factor": 8.0, "original_max_position_embeddings": 4},
-        "dynamic": {"factor": 4.0},
-        "longrope": {**LONG, "original_max_position_embeddings": 4},
-    }[kind]
-    hf = {**MODEL, "rope_scaling": {"type": kind, **rope}, "max_position_embeddings": 8}
+
+def iteration_of(kind):
+    """The programs of rows of up to 11 tokens, and the model as its files describe it."""
+    hf = {**MODEL, "rope_scaling": {"type": kind, **BEYOND[kind]}, "max_position_embeddings": 8}
     config = packed(tiny_config(model_reward=False), 40)
     actor = replace(config.actor, hf_config=hf)
-    iteration = open_iteration(replace(config, actor=actor, algorithm=c.GRPO(use_kl_loss=False)))
+    config = replace(config, actor=actor, algorithm=c.GRPO(use_kl_loss=False))
+    return open_iteration(config), families.config_from_hf(hf)
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_the_sampler_and_the_trainer_have_the_frequencies_of_the_longest_row(kind):
+    iteration, described = iteration_of(kind)
     model = iteration.roles["actor"].spec.config
-    assert model == families.config_from_hf(hf).for_context(11)
-    assert (model == families.config_from_hf(hf)) == (kind == "yarn")
+    assert model == described.for_context(11)
+    assert (model == described) == (kind == "yarn")
+
+
+# Both read the frequencies of one config. Those of longrope depend on the length and scale
+# attention too, as those of the others do one by one.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind != "longrope" else ()) for kind in BEYOND],
+)
+def test_the_sampler_and_the_trainer_have_the_same_log_probs(kind):
+    """The sampler decodes token by token; the trainer packs rows of several samples."""
+    iteration, _ = iteration_of(kind)
     stages = {stage.name: stage for stage in iteration.stages}
 
     @jax.jit
@@ -155,7 +170,7 @@ def test_the_sampler_and_the_trainer_have_the_same_log_probs(kind):
             fields |= stages[name](state, 1, **given).writes
         return fields
 
-    fields = {name: x for name, x in vars(prompts(config)).items() if x is not None}
+    fields = {name: x for name, x in vars(prompts(iteration.config)).items() if x is not None}
     found = sample_and_score(first_states(iteration)["actor"], fields)
     assert found["mask"].sum(axis=1).max() == 5
     np.testing.assert_allclose(found["rollout_logprobs"], found["old_logprobs"], atol=2e-5)

@@ -10,7 +10,14 @@ from tiny import model_config
 from tiny_iteration import random_params
 from tiny_models import CONFIGS, HYBRID_EXPERTS, with_rule
 
-from jaxrl_llm.models.base import bind, draw_params, frozen_spec, merge_adapters, model_spec
+from jaxrl_llm.models.base import (
+    bind,
+    dense_spec,
+    draw_params,
+    frozen_spec,
+    merge_adapters,
+    model_spec,
+)
 from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.frozen import dequantized, is_frozen, quantized_as
 from jaxrl_llm.models.layers import Projection
@@ -68,6 +75,11 @@ def by_operation(spec, params):
 logits = jax.jit(by_operation, static_argnums=0)
 
 
+def merged(spec, params):
+    """`merge_adapters` as one program."""
+    return dense_spec(spec), compiled(lambda x: merge_adapters(spec, x)[1], params)
+
+
 @pytest.mark.parametrize(
     ("flags", "targets"),
     [({}, ("all-linear", "embed_tokens", "lm_head")), ({"dora": True}, ("all-linear",))],
@@ -103,7 +115,8 @@ def test_a_hybrid_model_with_new_adapters_is_its_base():
         spec = model_spec(config, lora=lora_of(config, **flags))
         base = random_params(model_spec(config).params, 1, 0.2)
         own = draw_params(spec, spec.learned, jax.random.key(0))
-        found = logits(spec, first_magnitudes(join(base, own), spec.lora))
+        whole = compiled(lambda x, lora=spec.lora: first_magnitudes(x, lora), join(base, own))
+        found = logits(spec, whole)
         np.testing.assert_allclose(found, logits(model_spec(config), base), atol=1e-5)
     layer = spec.learned["decoder"]["layers"]["0"]["attention"]
     assert set(layer) == {"q", "k", "v", "gate", "rate", "decay", "o"}
@@ -156,14 +169,14 @@ def test_a_hybrid_base_in_float8_equals_one_that_was_dequantised_before():
     dense = model_spec(config, lora=lora)
     params = random_params(dense.params, 1, 0.2)
     base, own = split(params)
-    frozen = quantized_as(split(spec.params)[0], base)
+    frozen = compiled(lambda base: quantized_as(split(spec.params)[0], base), base)
     rule = frozen["decoder"]["layers"]["0"]["attention"]
     assert {name for name in rule if is_frozen(rule[name])} == {"q", "k", "v", "gate", "o"}
-    before = dequantized(frozen, "float32")
+    before = compiled(lambda frozen: dequantized(frozen, "float32"), frozen)
     assert np.abs(logits(dense, join(before, own)) - logits(dense, params)).max() > 1e-3
     found = logits(spec, join(frozen, own))
     np.testing.assert_allclose(found, logits(dense, join(before, own)), atol=1e-5)
-    np.testing.assert_allclose(logits(*merge_adapters(spec, join(frozen, own))), found, atol=1e-4)
+    np.testing.assert_allclose(logits(*merged(spec, join(frozen, own))), found, atol=1e-4)
 
 
 def check_merged(config, targets, **flags):
@@ -174,9 +187,10 @@ def check_merged(config, targets, **flags):
     assert jax.tree.structure(join(base, own)) == jax.tree.structure(params)
     expected = logits(spec, params)
     assert np.abs(expected - logits(model_spec(config), base)).max() > 0.1
-    np.testing.assert_allclose(logits(*merge_adapters(spec, params)), expected, atol=atol)
+    np.testing.assert_allclose(logits(*merged(spec, params)), expected, atol=atol)
     if spec.lora.merges_updates:
-        ahead = join(merged_ahead(params, spec.lora, "float32"), own)
+        ahead = compiled(lambda x: merged_ahead(x, spec.lora, "float32"), params)
+        ahead = join(ahead, own)
         np.testing.assert_allclose(logits(spec, ahead), expected, atol=atol)
     return spec
 

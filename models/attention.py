@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.decode_attention.heads import HeadNorms, StepHeads, heads_fit
@@ -18,6 +17,7 @@ from jaxrl_llm.kernels.gated_delta import Inputs
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import (
     Form,
+    Layer,
     RMSNorm,
     apply_rope,
     gathering,
@@ -102,7 +102,7 @@ class Kept(NamedTuple):
     values: jax.Array
 
 
-class Attention(nnx.Module):
+class Attention(Layer):
     """Grouped-query self-attention of one layer; `kind` is its entry of `config.layer_kinds`.
 
     In merged form, the three input projections are one kernel [D, N + 2K, H]; see

@@ -24,6 +24,7 @@ from jaxrl_llm.models.layers import (
     PROJECTION,
     Embedding,
     Form,
+    Layer,
     RMSNorm,
     over_sequence,
     rope_tables,
@@ -48,7 +49,7 @@ _PLACING = (
 )
 
 
-class Block(nnx.Module):
+class Block(Layer):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `config.norms` puts a norm behind attention and MLP, in place of those before or with them.
@@ -171,7 +172,7 @@ def _mixer(
 RunLayers = Callable[[list[Block], jax.Array], tuple[jax.Array, Routed | None]]
 
 
-class Decoder(nnx.Module):
+class Decoder(Layer):
     """Tokens to hidden states.
 
     Layers are a dict with the keys "0", "1", ..., so every path in the parameter tree consists of

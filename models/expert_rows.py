@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
@@ -23,7 +22,7 @@ from jaxrl_llm.kernels.grouped_matmul import (
 from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.models.config import SWIGLU_ALPHA
 from jaxrl_llm.models.frozen import Quantized, weights_when_due
-from jaxrl_llm.models.layers import PROJECTION, parameter
+from jaxrl_llm.models.layers import PROJECTION, Layer, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +80,7 @@ FEW_ROWS = 32_768
 Kernels = tuple[Stacked, Stacked, Stacked]  # gate, up [E, D, F] and down [E, F, D]
 
 
-class Stack(nnx.Module):
+class Stack(Layer):
     """One projection of all experts, [E, inputs, outputs], and a bias [E, outputs]."""
 
     def __init__(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -26,7 +25,7 @@ from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_exchange import rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
 from jaxrl_llm.models.frozen import Quantized
-from jaxrl_llm.models.layers import FROZEN, MLP, Form, Projection, parameter
+from jaxrl_llm.models.layers import FROZEN, MLP, Form, Layer, Projection, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +93,7 @@ def nothing_routed(mixture: Mixture, *lead: int) -> Routed:
     return Routed(of_experts, of_experts, of_all, of_all, None, own)
 
 
-class Router(nnx.Module):
+class Router(Layer):
     """Chooses K experts for each token. Logits, probabilities and weights are float32.
 
     With sigmoid scores, a bias that is not in the weights balances the choice (arXiv:2408.15664).
@@ -188,7 +187,7 @@ def _counts(chosen_BTK: jax.Array, num: int) -> jax.Array:
     return jax.nn.one_hot(chosen_BTK, num, dtype=jnp.float32).sum(axis=(0, 1, 2))
 
 
-class Experts(nnx.Module):
+class Experts(Layer):
     """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen.
 
     `config.swiglu_limit` has another activation in place of silu, `config.expert_bias` has biases.

@@ -13,13 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.gated_delta import Inputs, Streams
 from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.config import GatedDelta, ModelConfig
-from jaxrl_llm.models.layers import Form, Projection, gathering, parameter, projection_of
+from jaxrl_llm.models.layers import Form, Layer, Projection, gathering, parameter, projection_of
 from jaxrl_llm.numerics import rms_norm
 
 # The projections of the inputs, in the order in which they are merged.
@@ -28,7 +27,7 @@ PROJECTIONS = ("q", "k", "v", "gate", "rate", "decay")
 DECAY = ("log_speed", "decay_bias")
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(Layer):
     """A short convolution, the gated delta rule, and a gated norm of its output.
 
     Heads are split as those of attention: an axis of the mesh divides both kinds. In merged form,

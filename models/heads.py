@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.partial_softmax import soft_cap
@@ -15,10 +14,10 @@ from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
 from jaxrl_llm.models.experts import Routed, Routing
-from jaxrl_llm.models.layers import Embedding, Form, Projection
+from jaxrl_llm.models.layers import Embedding, Form, Layer, Projection
 
 
-class _WithDecoder(nnx.Module):
+class _WithDecoder(Layer):
     """Calling a model runs its decoder. The caller applies the head to the tokens that need it."""
 
     decoder: Decoder

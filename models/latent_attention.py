@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.models.attention import Attend, Kept
@@ -25,6 +24,7 @@ from jaxrl_llm.models.config import Latent, ModelConfig
 from jaxrl_llm.models.layers import (
     Form,
     FrozenProjection,
+    Layer,
     RMSNorm,
     apply_rope,
     gathering,
@@ -35,7 +35,7 @@ from jaxrl_llm.models.rope import YarnRope
 _EPS = 1e-6  # of the two norms, whatever the config's is
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(Layer):
     """Latent attention of one layer; `kind` is its entry of `config.layer_kinds`."""
 
     def __init__(

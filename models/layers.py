@@ -3,7 +3,7 @@
 Shape letters: B batch, T tokens, D hidden (embed), F feed-forward (mlp), V vocabulary,
 N query heads, K KV heads, H head dim.
 
-Modules are built with zeros. They declare a parameter's shape, dtype, logical axes and initial
+Modules are built without arrays. They declare a parameter's shape, dtype, logical axes and initial
 values (`init`: "normal", "ones" or "zeros"); `base.init_params` draws them. Every layer computes in
 the dtype of its parameters and statistics in float32.
 """
@@ -44,6 +44,17 @@ FROZEN: Form = "frozen_separate"
 PROJECTION = "projection"  # checkpoint name of a projection's output; see decoder.py
 
 
+class Layer(nnx.Module, pytree=False):
+    """A module that is split into its arrays and merged again, and never mapped over.
+
+    As a pytree it would look at every attribute that is set: more than half of the time that it
+    takes to describe a model.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__(pytree=False)
+
+
 def parameter(
     shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], init: str, dtype: DTypeLike
 ) -> nnx.Param:
@@ -55,7 +66,7 @@ def parameter(
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, init=init)
 
 
-class Projection(nnx.Module):
+class Projection(Layer):
     """Contract the last `contract` dims of x with the kernel's first ones, and add a bias."""
 
     def __init__(
@@ -153,7 +164,7 @@ def multiply(
     return found
 
 
-class Float8Projection(nnx.Module):
+class Float8Projection(Layer):
     """A projection with kernel and input in float8_e4m3fn, scaled for each output and each token.
 
     The kernel is [*outputs, *inputs], the layout that the tensor cores read fastest. The arguments
@@ -205,7 +216,7 @@ def projection_of(form: Form) -> Callable[..., Any]:
     return Float8Projection if form.startswith("float8") else Projection
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Layer):
     """x / rms(x) * scale over the last dims, with statistics in float32 (arXiv:1910.07467).
 
     With `float8` the result is a `Scaled` in float8, which a `Float8Projection` reads. With
@@ -244,7 +255,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, scale, self.eps).astype(dtype)
 
 
-class Embedding(nnx.Module):
+class Embedding(Layer):
     """A table of token vectors. A token id outside the table gives NaN, not another token's row."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike) -> None:
@@ -404,7 +415,7 @@ def _lookup_backward(
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-class MLP(nnx.Module):
+class MLP(Layer):
     """The gated feed-forward layer: down(act(gate(x)) * up(x)) (arXiv:2002.05202).
 
     In merged form, gate and up are one kernel [D, 2F]; see `base.merge_projections`. F is `size`,

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.models.expert_rows import Stack, Stacked
 from jaxrl_llm.models.frozen import SCALE, Quantized, dequantized, weights_of
-from jaxrl_llm.models.layers import Embedding, Projection, multiply, parameter
+from jaxrl_llm.models.layers import Embedding, Layer, Projection, multiply, parameter
 from jaxrl_llm.models.lora_targets import EMBEDDING, EXPERTS, UNEMBEDDING
 from jaxrl_llm.models.weight import Weight
 from jaxrl_llm.numerics import round_by_chance
@@ -108,7 +108,7 @@ class Lora:
 # ------------------------------------------------------------------------- modules
 
 
-class LowRank(nnx.Module):
+class LowRank(Layer):
     """A B of one module. `shape` and `axes` are of the module's weights, inputs first."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Adapter(LowRank):
         return y_F * factor.reshape(-1).astype(y_F.dtype)
 
 
-class StackAdapter(nnx.Module):
+class StackAdapter(Layer):
     """A B of each expert of a projection: A [E, inputs, R], B [E, R, outputs]."""
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[LogicalAxis, ...], lora: Lora) -> None:

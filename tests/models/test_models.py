@@ -168,8 +168,9 @@ def test_specs_are_equal_and_hash_by_what_they_describe():
 
 
 def test_a_layer_is_shapes_until_it_is_bound():
-    kernel = Projection((2, 3), ("embed", "mlp"), dtype="bfloat16").kernel
-    assert kernel.get_value() == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    layer = Projection((2, 3), ("embed", "mlp"), dtype="bfloat16")
+    assert layer.kernel.get_value() == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    assert jax.tree.leaves(layer) == [layer]  # nor is it a pytree, which would cost more
 
 
 def test_a_caller_cannot_change_the_spec_of_others():

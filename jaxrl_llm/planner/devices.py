@@ -53,15 +53,15 @@ class Devices:
 
     def size(self, axes: Sequence[str]) -> int:
         """Devices of a group along these axes."""
-        return math.prod(self.mesh.sizes[axis] for axis in axes)
+        return math.prod(getattr(self.mesh, axis) for axis in axes)
 
     def on_host(self, axes: Sequence[str]) -> int:
         """How many devices of such a group are on the host of one of them."""
-        inner, found = 1, 1
+        inner, found, per_host = 1, 1, self.per_host
         for axis in reversed(ORDER):
-            size = self.mesh.sizes[axis]
+            size = getattr(self.mesh, axis)
             if axis in axes:
-                found *= max(1, min(size, self.per_host // inner))
+                found *= max(1, min(size, per_host // inner))
             inner *= size
         return min(found, self.size(axes))
 

@@ -7,6 +7,7 @@ goes on only with that config, except for the keys in FREE_KEYS.
 import contextlib
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import socket
@@ -135,7 +136,10 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
     """
     path = run_folder(config)
     text, error, latest = to_json(config), "", None
-    _check_same_run(gather_objects(_what_runs(config, text), "what runs"))
+    own = _what_runs(config, text)
+    # A config of each process would be a large message, so it is sent where digests differ alone.
+    if len(set(gather_objects(_digest(own), "a digest of what runs"))) > 1:
+        _check_same_run(gather_objects(own, "what runs"))
     with contextlib.ExitStack() as stack:
         if is_main():
             try:
@@ -160,6 +164,10 @@ def _what_runs(config: Config, text: str) -> dict[str, Any]:
         "package": package_versions(),
         "jax": {name: getattr(jax.config, name) for name in JAX_SETTINGS},
     }
+
+
+def _digest(own: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def _check_same_run(of_processes: Sequence[Mapping[str, Any]]) -> None:

@@ -332,7 +332,8 @@ def test_all_processes_have_one_config(tmp_path, monkeypatch, changes, words):
 
     def gathered(value, name="gather"):
         other = run_folder._what_runs(config, to_json(replace(config, **changes)))
-        return [value, other] if name == "what runs" else [value]
+        others = {"what runs": [other], "a digest of what runs": [run_folder._digest(other)]}
+        return [value, *others.get(name, [])]
 
     monkeypatch.setattr(run_folder, "gather_objects", gathered)
     refused = pytest.raises(ConfigError, match=words) if words else nullcontext()

@@ -40,7 +40,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     view,
     views,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator, load_whole
+from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator
 from jaxrl_llm.kernels.mosaic import plgpu
 
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
@@ -66,13 +66,13 @@ class Tile:
 
 
 def default_tile(rows: int, groups: int, outputs: int, *, float8: bool = False) -> Tile:
-    """Tiles of 128 rows where groups have as many on average, else of 64.
+    """Tiles of 128 rows where groups have as many on average, else of 64, as with float8 weights.
 
     A tile of 128 rows and 256 columns loads the fewest bytes a product, and its accumulators fill
     the registers. Small groups would leave its second chunk empty.
     """
     columns, stages = column_tile(outputs)
-    if float8:  # a block takes half of the shared memory
+    if float8:  # a block takes half of the shared memory, so there is room for one more
         return Tile(chunks=1, columns=columns, stages=5)
     if rows < CONSUMERS * CHUNK * groups:
         return Tile(chunks=1, columns=columns)
@@ -92,10 +92,11 @@ def multiply_rows(
 
     `transposed` contracts the weights' last dim: x is [M, F], the result [M, D].
 
-    Requires: float8 weights are not transposed, and have tiles of one chunk.
+    Requires: float8 weights are not transposed.
     """
     G, D, F = weights_GDF.shape
     float8 = weights_GDF.dtype == FLOAT8
+    assert not (float8 and transposed), "only the forward pass reads float8"
     tile = tile or default_tile(x_MD.shape[0], G, D if transposed else F, float8=float8)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode
     jobs = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
@@ -278,7 +279,7 @@ def _kernel(
                 return w_smem.at[stage, mine].transpose((1, 0))
             if converted is None:
                 return w_smem.at[stage, :, mine]
-            block = load_whole(w_smem.at[stage, :, mine], plgpu.Layout.WGMMA)
+            block = w_smem[stage, :, mine]
             # The matmul of the step before the last, which read this buffer, is done.
             buffer = converted.at[warpgroup, lax.rem(step, jnp.asarray(2, step.dtype))]
             # Hopper converts float8 to float16 alone, which holds all of its values.

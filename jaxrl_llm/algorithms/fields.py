@@ -50,24 +50,23 @@ def check_fields(
             )
 
 
-def pair_of(role: str, found: Any, mask: Any, *, second: type | None = None) -> tuple[Any, Any]:
-    """The two results of a function: an array of tokens, and another one or a `second`.
+def pair_of(role: str, found: Any, mask: Any, *, metrics: bool = False) -> tuple[Any, Any]:
+    """The two results of a function: an array of tokens, and another one or a dict of `metrics`.
 
     Raises: ValueError unless they are two, and each array has one value for each token of `mask`.
         Another shape may broadcast, and then it is another loss.
     """
-    wanted = "(loss, metrics)" if second else "(advantages, returns)"
+    wanted = "(loss, metrics)" if metrics else "(advantages, returns)"
     if not isinstance(found, tuple | list) or len(found) != 2:
         many = f" of {len(found)}" if isinstance(found, tuple | list) else ""
         raise ValueError(f"{role} returned {type(found).__name__}{many}; it must return {wanted}")
-    arrays = found[:1] if second else found
-    for value in arrays:
+    for value in found[:1] if metrics else found:
         if (shape := np.shape(value)) != mask.shape:
             raise ValueError(
                 f"{role} returned an array of shape {shape} in {wanted}; it must have the shape of "
                 f"`mask`, {mask.shape}: one value for each token, and no mean over them"
             )
-    if second and not isinstance(found[1], second):
+    if metrics and not isinstance(found[1], dict):
         raise ValueError(
             f"{role} returned {type(found[1]).__name__} as the metrics of {wanted}; it must be a "
             "dict, which may be empty"

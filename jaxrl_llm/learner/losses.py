@@ -96,7 +96,7 @@ class PolicyLoss:
                 else jnp.where(part["unchanged"], own, part["old_logprobs"])
             )
         found_loss = algorithm.policy_loss(*(current[name] for name in reads))
-        per_token, parts = pair_of("policy_loss", found_loss, mask, second=dict)
+        per_token, parts = pair_of("policy_loss", found_loss, mask, metrics=True)
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
         if uses_entropy:
@@ -149,7 +149,7 @@ class ValueLoss:
         counts, mask = _counts(part), _loss_mask(part)
         current = part | {"new_values": new_values, "mask": mask}
         found = value_loss(*(current[name] for name in field_names(value_loss)))
-        per_token, parts = pair_of("value_loss", found, mask, second=dict)
+        per_token, parts = pair_of("value_loss", found, mask, metrics=True)
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])
         work = attention_work(rows, self.spec, self.settings)

@@ -53,7 +53,8 @@ STATE_PASSES = 2.6  # bytes that a decode step moves for a byte of a slot's stat
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
 FEW_ROWS = 30  # matmuls of a decode step with so many sequences run at half of the rate
 SAMPLING_BYTES = 12  # of a logit: three passes over the float32 logits
-# What the loop of a pipeline adds to a pass, times the hidden size: steps of 896 and of 2,048.
+# A pass through a pipeline takes 1 + this / hidden size of one without: its layers are in a loop.
+# Of a step with hidden size 896, and one with 2,048.
 PIPELINE_LOOP = 400
 SCAN = 1.17  # a pass with scan_layers, in passes without: 1.12 at 7B, 1.23 at 0.5B
 PREFILL_SHARE = 0.87  # of the rate of large matmuls

@@ -163,10 +163,10 @@ def host_stage(reads: str, writes: str) -> Stage:
 def test_a_program_has_the_compiler_options_that_all_its_stages_have(fuse, of_both, taken):
     options = {"xla_no_such_option": True}
     first = device_stage("first", "prompt_lengths", "function_scores")
-    beside = device_stage("beside", "function_scores", "model_scores")
+    side = device_stage("side", "function_scores", "model_scores")
     planned = [
         replace(first, compiler_options=options),
-        replace(beside, compiler_options=options if of_both else {}),
+        replace(side, compiler_options=options if of_both else {}),
     ]
     mesh = make_mesh(devices=jax.devices()[:1])
     program = Program(segments(planned, fuse=fuse), mesh=mesh, state_shardings={})
@@ -396,14 +396,14 @@ def test_clocks_of_device_segments_do_not_overlap(fuse):
     Not fused, the host's is disjoint as well. Fused, the device works while the host does.
     """
     first = device_stage("first", "prompt_lengths", "function_scores")
-    beside = device_stage("beside", "function_scores", "model_scores")
+    side = device_stage("side", "function_scores", "model_scores")
     also = device_stage("also", "model_scores", "greedy_function_scores")
     last = device_stage("last", "scores", "greedy_scores")
-    planned = [first, beside, also, host_stage("function_scores", "scores"), last]
+    planned = [first, side, also, host_stage("function_scores", "scores"), last]
     parts = segments(planned, fuse=fuse)
     names = [part.name for part in parts]
     assert names == (
-        ["first", "beside+also", "reward", "last"] if fuse else [s.name for s in planned]
+        ["first", "side+also", "reward", "last"] if fuse else [s.name for s in planned]
     )
     mesh = make_mesh(devices=jax.devices()[:1])
     program = Program(parts, mesh=mesh, state_shardings={}, overlap=fuse)
@@ -420,5 +420,5 @@ def test_clocks_of_device_segments_do_not_overlap(fuse):
     assert set(seconds) == set(names)
     assert min(seconds.values()) > 0.01, seconds
     if fuse:  # that program began before the host and is waited for after it
-        assert seconds["beside+also"] > seconds.pop("reward")
+        assert seconds["side+also"] > seconds.pop("reward")
     assert sum(seconds.values()) <= elapsed, (seconds, elapsed)

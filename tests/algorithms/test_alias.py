@@ -319,26 +319,26 @@ MASK = np.ones((4, 3))
 
 
 @pytest.mark.parametrize(
-    ("found", "second", "words"),
+    ("found", "metrics", "words"),
     [
-        (MASK, None, r"returned ndarray; it must return \(advantages, returns\)"),
-        ((MASK, MASK, MASK), None, "returned tuple of 3"),
+        (MASK, False, r"returned ndarray; it must return \(advantages, returns\)"),
+        ((MASK, MASK, MASK), False, "returned tuple of 3"),
         (
             (MASK, MASK[:, 0]),
-            None,
+            False,
             r"shape \(4,\) in .*shape of `mask`, \(4, 3\): one value for each",
         ),
-        ((MASK[:, :1], MASK), None, r"shape \(4, 1\)"),  # these would broadcast
-        (MASK, dict, r"it must return \(loss, metrics\)"),
-        ((MASK.mean(), {}), dict, r"shape \(\) in \(loss, metrics\).*no mean over them"),
-        ((MASK, MASK), dict, "returned ndarray as the metrics of"),
+        ((MASK[:, :1], MASK), False, r"shape \(4, 1\)"),  # these would broadcast
+        (MASK, True, r"it must return \(loss, metrics\)"),
+        ((MASK.mean(), {}), True, r"shape \(\) in \(loss, metrics\).*no mean over them"),
+        ((MASK, MASK), True, "returned ndarray as the metrics of"),
     ],
 )
-def test_what_a_function_returns_has_a_value_for_each_token(found, second, words):
+def test_what_a_function_returns_has_a_value_for_each_token(found, metrics, words):
     with pytest.raises(ValueError, match="^loss returned .*" + words.removeprefix("returned ")):
-        pair_of("loss", found, MASK, second=second)
+        pair_of("loss", found, MASK, metrics=metrics)
 
 
 def test_what_a_function_should_return_is_taken():
-    assert pair_of("loss", (MASK, {}), MASK, second=dict) == (MASK, {})
+    assert pair_of("loss", (MASK, {}), MASK, metrics=True) == (MASK, {})
     assert pair_of("advantage", [MASK, MASK], MASK) == (MASK, MASK)

@@ -32,7 +32,6 @@ from jaxrl_llm.launch.outputs import (
     check_folder,
     check_other_files,
     check_parent,
-    write_whole,
 )
 from jaxrl_llm.launch.pipes import outlive_readers
 from jaxrl_llm.launch.runtime import (
@@ -46,6 +45,7 @@ from jaxrl_llm.launch.runtime import (
 )
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
+from jaxrl_llm.whole_files import write_whole
 
 MOVIES = "movie_preferences"
 

@@ -31,12 +31,12 @@ from jaxrl_llm.launch.outputs import (
     EVALUATION,
     check_new_folder,
     check_writable,
-    write_whole,
 )
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.references import is_file
+from jaxrl_llm.whole_files import write_whole
 
 if TYPE_CHECKING:  # these import jax
     from jaxrl_llm.evaluation.answering import OpenModel

@@ -69,20 +69,6 @@ def check_new_folder(flag: str, folder: Path) -> None:
         raise ConfigError(f"{flag}={folder} cannot be written; give another directory")
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write `text`, or leave what `file` holds where the disk is full."""
-    if file.exists() and not file.is_file():  # /dev/stdout
-        file.write_text(text, errors="backslashreplace")
-        return
-    file = file.resolve()  # a link stays one
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, errors="backslashreplace")
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def check_folder(flag: str, folder: Path) -> None:
     """Make `folder` if it is missing; ConfigError unless it can be written and has room."""
     try:

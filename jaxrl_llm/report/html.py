@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from importlib import resources
@@ -13,9 +12,9 @@ from typing import Any
 from jaxrl_llm.report.curves import MOST_POINTS
 from jaxrl_llm.report.run_files import RunFiles
 from jaxrl_llm.report.samples import A_STEP, MOST_STEPS, MOST_TEXT, MOST_TOKENS, TRAIN
+from jaxrl_llm.whole_files import write_whole
 
 REPORT = "report.html"
-TEMPORARY = ".{name}.{pid}.tmp"
 SCRIPTS = ("elements.js", "charts.js", "stages.js", "samples.js", "tables.js", "main.js")
 
 
@@ -35,12 +34,7 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 def write_page(runs: Sequence[RunFiles], output: Path) -> Path:
     """Write the page to `output`. A reader sees the page before or this one, never a part."""
-    temporary = output.with_name(TEMPORARY.format(name=output.name, pid=os.getpid()))
-    try:
-        temporary.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(output, page(runs))
     return output
 
 

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl_llm.report.html import REPORT, TEMPORARY, write_page
+from jaxrl_llm.report.html import REPORT, write_page
 from jaxrl_llm.report.run_files import RunFiles
+from jaxrl_llm.whole_files import TEMPORARY
 
 EVERY_S = 20.0  # between two pages at least
 SHARE = 0.02  # of the time at most: a page that took 1 s is followed by 50 s without one

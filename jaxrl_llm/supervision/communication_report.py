@@ -5,7 +5,6 @@ those in loops by the loops' counts, which are metrics of the step. On one devic
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxrl_llm.observability.console import number
 from jaxrl_llm.plan.dataflow import Segment
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.supervision.profiling import UNTIMED, Key, time_collectives
+from jaxrl_llm.whole_files import write_whole
 
 GROUPS = "groups of devices"  # where the first has one
 FILE = "communication.json"
@@ -127,10 +127,7 @@ class CommunicationReport:
             "left_out": self.left_out,
             "profiles": self.profiles,
         }
-        file = self.folder / FILE
-        draft = file.with_suffix(".tmp")
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(draft, file)
+        write_whole(self.folder / FILE, json.dumps(content, indent=1) + "\n")
 
     def _time(self, step: int, trace: Path) -> None:
         """Read the trace of a step: the time of its rows."""

@@ -33,6 +33,7 @@ from jaxrl_llm.checkpoint.layout import (
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
+from jaxrl_llm.whole_files import write_whole
 
 LOCK = "run.lock"
 CONFIG = "config.json"
@@ -105,9 +106,7 @@ class RunFolder:
     def write_config(self) -> None:
         """Store the config, on the main process. It is the one that later starts compare with."""
         if is_main():
-            temporary = self.path / f"{CONFIG}.tmp"
-            temporary.write_text(self.config_text)
-            os.replace(temporary, self.path / CONFIG)
+            write_whole(self.path / CONFIG, self.config_text)
 
     def is_finished(self, config: Config) -> bool:
         """Whether a start of `config` finds all of its steps done."""

@@ -12,7 +12,6 @@ process writes to RUN/watchdog/ where it stands, and reads what the others wrote
 import contextlib
 import faulthandler
 import json
-import os
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import jax
 
 from jaxrl_llm.config import WatchdogConfig
 from jaxrl_llm.distributed.multihost import barrier, is_main, waits_at
+from jaxrl_llm.whole_files import write_whole
 
 STALLED = 75  # the exit code: a failure that a new start may repair (EX_TEMPFAIL of sysexits.h)
 LONGEST = 10.0  # times the longest that a stage took
@@ -234,9 +234,7 @@ class Watchdog(Watch):
             self._write(f"process-{self._process}.json", json.dumps(asdict(place)))
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self._files / f".{name}"
-        temporary.write_text(text)
-        os.replace(temporary, self._files / name)
+        write_whole(self._files / name, text)
 
     def _who(self) -> str:
         if self._count == 1:

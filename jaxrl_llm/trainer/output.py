@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import platform
 import time
 from abc import ABC, abstractmethod
@@ -33,6 +32,7 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
+from jaxrl_llm.whole_files import write_whole
 
 ABOUT = "about.json"
 TRAININGS = ("warmup", "teacher", "reward_model")  # that a run begins with
@@ -399,9 +399,7 @@ def about_lines(found: dict[str, str]) -> str:
 
 def write_about(folder: Path, found: dict[str, str]) -> None:
     """Replace RUN/about.json, which the report shows."""
-    temporary = folder / f"{ABOUT}.tmp"
-    temporary.write_text(json.dumps(found, indent=2) + "\n")
-    os.replace(temporary, folder / ABOUT)
+    write_whole(folder / ABOUT, json.dumps(found, indent=2) + "\n")
 
 
 def _devices(plan: Plan) -> str:

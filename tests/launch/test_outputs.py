@@ -8,6 +8,7 @@ import jaxrl_llm as rl
 from jaxrl_llm.config import ConfigError, load_config, to_json
 from jaxrl_llm.launch import commands, outputs
 from jaxrl_llm.launch.outputs import check_other_files
+from jaxrl_llm.whole_files import write_whole
 
 # The first lines of what the commands write.
 WRITTEN = {
@@ -91,9 +92,9 @@ def test_a_full_disk_leaves_what_a_file_held(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr(outputs.Path, "write_text", full)
-        outputs.write_whole(link, "later")
+        write_whole(link, "later")
     assert file.read_text() == "earlier" and sorted(tmp_path.iterdir()) == [link, file]
-    outputs.write_whole(link, "later")
+    write_whole(link, "later")
     assert file.read_text() == "later" and link.is_symlink()
 
 

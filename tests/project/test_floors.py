@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS: list[list[tuple[str, ...]]] = [
     [
         *(("types",), ("numerics",), ("object_digests",)),
-        ("references", "data_files", "chat_template", "token_bytes"),
+        ("references", "data_files", "whole_files", "chat_template", "token_bytes"),
     ],
     [("typed_records",)],
     [("config",)],
@@ -115,7 +115,7 @@ def test_imports_go_down():
 def test_the_bottom_needs_no_jax():
     """A bad config is answered before jax is imported: the files that do so never import it."""
     package = ROOT / "jaxrl_llm"
-    bottom = ("references", "data_files", "object_digests")
+    bottom = ("references", "data_files", "whole_files", "object_digests")
     rooms = ("typed_records", "config")
     files = [package / f"{name}.py" for name in bottom]
     for file in (*files, *(file for room in rooms for file in (package / room).rglob("*.py"))):

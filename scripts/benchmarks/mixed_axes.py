@@ -10,6 +10,7 @@ some 60 cores take three minutes; `--cpu=4` splits a CPU into four devices.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -164,12 +165,13 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 def differences(found: Path, expected: Path) -> Iterator[tuple[float, str]]:
-    """The relative difference of each metric and step, and the metric's name."""
+    """The relative difference of each metric and step, and the metric's name; infinite for NaN."""
     for one, other in zip(metrics(found), metrics(expected), strict=True):
         for name, value in other.items():
             if isinstance(value, int | float) and not name.startswith(OF_LAYOUT):
                 if not name.endswith(ENDS):
-                    yield abs(one[name] - value) / max(abs(value), SMALLEST), name
+                    gap = abs(one[name] - value) / max(abs(value), SMALLEST)
+                    yield gap if math.isfinite(gap) else math.inf, name
 
 
 def main() -> None:

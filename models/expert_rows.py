@@ -15,9 +15,9 @@ from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.kernels.grouped_matmul import (
     TILE,
+    frozen_matmul,
+    frozen_matmul_pays,
     grouped_matmul,
-    grouped_matmul_float8,
-    reads_float8,
 )
 from jaxrl_llm.kernels.hopper import on_hopper
 from jaxrl_llm.models.config import SWIGLU_ALPHA
@@ -67,8 +67,7 @@ class Stacked:
         elif self.a is None:
             y_M = _multiplied(x_M, self.kernel, sizes_E)
         else:
-            y_M = _multiplied(x_M, self.kernel, sizes_E)
-            y_M += _low_rank(x_M, self.a, self.b * self.scale, sizes_E)
+            y_M = _adapted(x_M, self.kernel, self.a, self.b * self.scale, sizes_E)
         y_M = checkpoint_name(y_M, PROJECTION)
         return y_M if self.bias is None else with_biases(y_M, self.bias, sizes_E)
 
@@ -161,10 +160,8 @@ def _quantized(
     x_M: jax.Array, values: jax.Array, scale: jax.Array, sizes_E: jax.Array
 ) -> jax.Array:
     """The rows times frozen weights, with the gradient of the rows alone. It keeps no weights."""
-    if reads_float8(x_M, values):
-        of_row_M = jnp.minimum(_experts_of_rows(len(x_M), sizes_E), len(values) - 1)
-        y_M = grouped_matmul_float8(x_M, values, sizes_E)
-        return y_M * scale[of_row_M, 0].astype(y_M.dtype)
+    if frozen_matmul_pays(x_M, values):
+        return frozen_matmul(x_M, values, sizes_E, scale_GF=scale[:, 0])
     x_M, weights = weights_when_due(x_M, values, scale)
     return grouped_matmul(x_M, weights, sizes_E)
 
@@ -184,6 +181,41 @@ def _quantized_backward(residuals: Any, gradient_M: jax.Array) -> Any:
 
 
 _quantized.defvjp(_quantized_forward, _quantized_backward)
+
+
+def _adapted(
+    x_M: jax.Array, kernel: Any, a: jax.Array, b: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+    """x times the weights of experts, an array or a `Quantized`, plus x a b."""
+    values = kernel.values if isinstance(kernel, Quantized) else kernel
+    if frozen_matmul_pays(x_M, values, a.shape[2]):
+        found: jax.Array = _adapted_at_once(x_M, kernel, a, b, sizes_E)
+        return found
+    return _multiplied(x_M, kernel, sizes_E) + _low_rank(x_M, a, b, sizes_E)
+
+
+@jax.custom_vjp
+def _adapted_at_once(
+    x_M: jax.Array, kernel: Any, a: jax.Array, b: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+    """`_adapted` in one kernel, with the gradients of x, a and b by several."""
+    if isinstance(kernel, Quantized):
+        scale = kernel.scale[:, 0]
+        return frozen_matmul(x_M, kernel.values, sizes_E, scale_GF=scale, factors=(a, b))
+    return frozen_matmul(x_M, kernel, sizes_E, factors=(a, b))
+
+
+def _adapted_backward(residuals: Any, gradient: jax.Array) -> Any:
+    x_M, kernel, a, b, sizes_E = residuals
+    _, of_x = jax.vjp(lambda x: _multiplied(x, kernel, sizes_E), x_M)
+    _, of_low = jax.vjp(lambda x, a, b: _low_rank(x, a, b, sizes_E), x_M, a, b)
+    of_low_x, of_a, of_b = of_low(gradient)
+    return of_x(gradient)[0] + of_low_x, None, of_a, of_b, None
+
+
+_adapted_at_once.defvjp(
+    lambda *operands: (_adapted_at_once(*operands), operands), _adapted_backward
+)
 
 
 def _low_rank(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -214,12 +246,6 @@ def low_rank_of_all(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Arr
     low_MER = jnp.einsum("mi,eir->mer", x_M, a)
     own_MER = jnp.where(chosen_ME[:, :, None], low_MER, 0)
     return jnp.einsum("mer,ero->mo", own_MER, b)
-
-
-def _experts_of_rows(rows: int, sizes_E: jax.Array) -> jax.Array:
-    """The number of each row's expert; E after the last expert's rows."""
-    ends_E = jnp.cumsum(sizes_E)
-    return (ends_E <= jnp.arange(rows)[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
 def _chosen(rows: int, sizes_E: jax.Array) -> jax.Array:

@@ -75,6 +75,19 @@ def accumulate(acc: jax.Array, matmul: Callable[[Ref], None], interpreted: bool)
     return acc + pl.run_scoped(from_zero, accumulator(*acc.shape))
 
 
+def multiply_add(ref: Ref, a: jax.Array, b_smem: Ref, spill_smem: Ref | None) -> None:
+    """Add `a @ b_smem` to an accumulator reference; `a` is in registers.
+
+    The interpreter takes operands from memory only: there `a` passes through `spill_smem`.
+    """
+    if spill_smem is None:
+        plgpu.wgmma(ref, a, b_smem)
+        return
+    spill_smem[...] = a
+    plgpu.commit_smem()
+    plgpu.wgmma(ref, spill_smem, b_smem)
+
+
 def by_row() -> RegisterLayout:
     """The layout of one number for each row of an accumulator."""
     return plgpu.Layout.WGMMA.reduce(1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from target import abstract, compiled_in_a_process, needs_compiler
 
 from jaxrl_llm.kernels.float8 import FLOAT8
-from jaxrl_llm.kernels.grouped_matmul import grouped_matmul, grouped_matmul_float8
+from jaxrl_llm.kernels.grouped_matmul import frozen_matmul, grouped_matmul
 
 pytestmark = needs_compiler
 
@@ -41,20 +41,32 @@ def compile_cases() -> None:
     for sizes, most in CASES:
         found = compile_gradient(*sizes)
         assert found < most, (sizes, found)
-    x, weights, sizes = (
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((1024, 2048), jnp.bfloat16),
-            ((128, 2048, 768), FLOAT8),
-            ((128,), jnp.int32),
-        )
+    for weights, rank in FROZEN:
+        compile_frozen(weights, rank)
+
+
+# Weights of a decode step, and the rank of factors.
+FROZEN = [(FLOAT8, 0), (FLOAT8, 16), (FLOAT8, 64), (jnp.bfloat16, 32)]
+
+
+def compile_frozen(dtype: jnp.dtype, rank: int, D: int = 2048, F: int = 768) -> None:
+    M, G = 1024, 128
+
+    def array(shape: tuple[int, ...], dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weights, sizes = array((G, D, F), dtype), array((G,), jnp.int32)
+    scale = array((G, F), jnp.float32) if dtype == FLOAT8 else None
+    factors = (array((G, D, rank)), array((G, rank, F))) if rank else None
+    run = jax.jit(
+        lambda x, w, n, scale, factors: frozen_matmul(x, w, n, scale_GF=scale, factors=factors)
     )
-    jax.jit(grouped_matmul_float8).lower(*abstract((x, weights, sizes))).compile()
+    run.lower(*abstract((array((M, D)), weights, sizes, scale, factors))).compile()
 
 
 def test_nothing_is_spilled_and_temporaries_are_small():
     """In one process, whose start takes as long as a kernel."""
     logs, _ = compiled_in_a_process(f"from {Path(__file__).stem} import *; compile_cases()")
-    # The output and the gradients of rows and weights, and a decode step's float8 weights.
-    assert len(logs) == 3 * len(CASES) + 1
+    # The output and the gradients of rows and weights, and of frozen weights.
+    assert len(logs) == 3 * len(CASES) + len(FROZEN)
     assert all("0 bytes spill stores" in log for log in logs), logs

@@ -137,9 +137,38 @@ def test_float8_weights_give_the_bits_of_the_same_weights_in_bfloat16(monkeypatc
         jnp.array(sizes),
         interpret=InterpretGPUParams(),
     )
-    found = module.grouped_matmul_float8(
-        x, kernels, jnp.array(sizes), interpret=InterpretGPUParams()
-    )
+    found = module.frozen_matmul(x, kernels, jnp.array(sizes), interpret=InterpretGPUParams())
     assert found.dtype == jnp.bfloat16 and found.shape == (M, F)
     np.testing.assert_array_equal(found, expected[:M])
     assert np.abs(np.float32(found)).max() > 0
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the interpreter transposes from 0.11 on"
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("rank", [3, 32])
+def test_low_rank_factors_and_scales_of_frozen_weights(monkeypatch, rank, dtype):
+    """Small integers: no rounding. Two column tiles, several jobs of a CTA, an empty group."""
+    monkeypatch.setattr(rows, "SMS", 2)
+    rng = np.random.default_rng(4)
+    M, sizes, D, F = 141, (70, 0, 9, 50), 384, 256
+    G, used = len(sizes), sum(sizes)
+    x, a = rng.integers(-1, 2, (M, D)), rng.integers(-1, 2, (G, D, rank)) / 16
+    kernels, b = rng.integers(-2, 3, (G, D, F)), rng.integers(-1, 2, (G, rank, F))
+    scale = 2.0 ** rng.integers(-2, 3, (G, F))
+    expected = np.zeros((M, F))
+    group = np.repeat(np.arange(G), sizes)
+    for g in range(G):
+        own = np.flatnonzero(group == g)
+        low = np.asarray(jnp.asarray(x[own] @ a[g], jnp.bfloat16), np.float64)
+        expected[own] = x[own] @ (kernels[g] * scale[g]) + low @ b[g]
+    found = module.frozen_matmul(
+        jnp.asarray(x, jnp.bfloat16).at[used:].set(jnp.nan),
+        jnp.asarray(kernels, dtype),
+        jnp.array(sizes),
+        scale_GF=jnp.asarray(scale, jnp.float32),
+        factors=(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)),
+        interpret=InterpretGPUParams(),
+    )
+    np.testing.assert_array_equal(found, jnp.asarray(expected, jnp.bfloat16))

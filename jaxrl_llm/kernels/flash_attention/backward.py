@@ -33,7 +33,6 @@ from jaxrl_llm.kernels.flash_attention.common import (
     load_ranges,
     lowered_once,
     matrix_smem,
-    multiply_add,
     positions,
     ring_stage,
     sees,
@@ -58,6 +57,7 @@ from jaxrl_llm.kernels.hopper import (
     by_column,
     by_row,
     load_whole,
+    multiply_add,
     zeros,
 )
 from jaxrl_llm.kernels.mosaic import plgpu

@@ -209,19 +209,6 @@ def load_keys_and_values(
     drain((k[3], v[3]), num_steps, stages)
 
 
-def multiply_add(ref: Ref, a: Array, b_smem: Ref, spill_smem: Ref) -> None:
-    """Add `a @ b_smem` to an accumulator reference; `a` is in registers.
-
-    The interpreter takes operands from memory only: there `a` passes through `spill_smem`.
-    """
-    if spill_smem is None:
-        plgpu.wgmma(ref, a, b_smem)
-        return
-    spill_smem[...] = a
-    plgpu.commit_smem()
-    plgpu.wgmma(ref, spill_smem, b_smem)
-
-
 def spill_scratch(shape: tuple[int, ...], interpret: Interpret) -> dict[str, ScratchType]:
     """Scratch for `multiply_add`: a matrix per consumer in interpret mode, else none."""
     return {} if interpret is None else {"spill": matrix_smem((NUM_CONSUMERS, *shape))}

@@ -29,7 +29,6 @@ from jaxrl_llm.kernels.flash_attention.common import (
     load_ranges,
     lowered_once,
     matrix_smem,
-    multiply_add,
     positions,
     ring_stage,
     sees,
@@ -46,6 +45,7 @@ from jaxrl_llm.kernels.hopper import (
     accumulator,
     along,
     by_row,
+    multiply_add,
     zeros,
 )
 from jaxrl_llm.kernels.mosaic import plgpu

@@ -13,8 +13,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.kernels.grouped_matmul.common import CHUNK, COLUMN_TILES
-from jaxrl_llm.kernels.grouped_matmul.rows import multiply_rows
+from jaxrl_llm.kernels.grouped_matmul.factors import RANKS
+from jaxrl_llm.kernels.grouped_matmul.rows import Extras, multiply_rows
 from jaxrl_llm.kernels.grouped_matmul.weights import ALIGNED, weights_gradient
 from jaxrl_llm.kernels.hopper import Interpret, on_hopper
 
@@ -26,6 +28,8 @@ PADDED_ROWS = 1024
 # Rows of a group up to which float8 weights are read as they are. At 256 that takes 0.6 of the time
 # of a conversion and a matmul in bfloat16 (H100, 128 groups), and its time grows faster.
 FLOAT8_ROWS = 512
+# Rows of a group up to which low-rank factors go with weights in bfloat16 through one kernel.
+ADAPTED_ROWS = 256
 
 
 def grouped_matmul(
@@ -53,29 +57,43 @@ def grouped_matmul(
     return y_MF
 
 
-def grouped_matmul_float8(
+def frozen_matmul(
     x_MD: jax.Array,
     weights_GDF: jax.Array,
     sizes_G: jax.Array,
     *,
+    scale_GF: jax.Array | None = None,
+    factors: tuple[jax.Array, jax.Array] | None = None,
     interpret: Interpret = None,
 ) -> jax.Array:
-    """`grouped_matmul` of bfloat16 rows and float8_e4m3fn weights without scales, by the kernel.
+    """`grouped_matmul` of few bfloat16 rows by the kernel, without a gradient.
 
-    The kernel reads a byte a weight. It has no gradient.
+    The weights are bfloat16 or float8_e4m3fn, of which the kernel reads a byte a weight. The
+    outputs of weights are multiplied by `scale_GF`, float32. `factors`, a [G, D, R] and
+    b [G, R, F], add x a b to them; x a is rounded to bfloat16.
 
-    Requires: `reads_float8`, or `interpret`.
-    Guarantees: the result has the bits of `grouped_matmul` with the weights in bfloat16.
+    Requires: `frozen_matmul_pays`, or `interpret`.
+    Guarantees: without factors, and with scales that are powers of two, the result has the bits of
+    `grouped_matmul` with the weights times their scales in bfloat16.
     """
-    y_MF = multiply_rows(_whole_rows(x_MD), weights_GDF, sizes_G, interpret=interpret)
+    extras = Extras(scale_GF, *(() if factors is None else _whole_factors(*factors)))
+    y_MF = multiply_rows(_whole_rows(x_MD), weights_GDF, sizes_G, extras, interpret=interpret)
     return y_MF[: x_MD.shape[0]]
 
 
-def reads_float8(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:
-    """Whether `grouped_matmul_float8` takes these, and faster than with weights in bfloat16."""
+def frozen_matmul_pays(x_MD: jax.Array, weights_GDF: jax.Array, rank: int = 0) -> bool:
+    """Whether `frozen_matmul` takes these, and faster than other matmuls do."""
     G, D, F = weights_GDF.shape
-    fits = x_MD.dtype == jnp.bfloat16 and D % TILE == 0 and F % TILE == 0
-    return on_hopper() and fits and x_MD.shape[0] <= FLOAT8_ROWS * G
+    most = FLOAT8_ROWS if weights_GDF.dtype == FLOAT8 else ADAPTED_ROWS if rank else 0
+    fits = x_MD.dtype == jnp.bfloat16 and D % TILE == 0 and F % TILE == 0 and rank <= max(RANKS)
+    return on_hopper() and fits and x_MD.shape[0] <= most * G
+
+
+def _whole_factors(a_GDR: jax.Array, b_GRF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors as the kernel reads them: the inputs of `a` last, zeros up to one of RANKS."""
+    rank = a_GDR.shape[2]
+    missing = ((0, 0), (0, min(r for r in RANKS if r >= rank) - rank), (0, 0))
+    return jnp.pad(a_GDR.swapaxes(1, 2), missing), jnp.pad(b_GRF, missing)
 
 
 def _pays(x_MD: jax.Array, weights_GDF: jax.Array) -> bool:

@@ -9,11 +9,12 @@ group's are tiles without steps, which write zeros.
 Weights may be float8_e4m3fn, as few rows are bound by the bytes of their weights. A consumer then
 converts its block of weights to bfloat16, from shared memory to shared memory, before each step.
 
-Shape letters: those of the package; T row tiles, H groups and the rows of none.
+Shape letters: those of the package; T row tiles, H groups and the rows of none, R rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,38 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
     view,
     views,
 )
-from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, ScratchType, accumulator
+from jaxrl_llm.kernels.grouped_matmul.factors import FactorMemory, Factors, factor_memory
+from jaxrl_llm.kernels.hopper import (
+    SHARED_BYTES_RESERVED,
+    SM_SHARED_BYTES,
+    SMS,
+    Interpret,
+    Ref,
+    ScratchType,
+    accumulator,
+    along,
+    by_column,
+    load_whole,
+)
 from jaxrl_llm.kernels.mosaic import plgpu
 
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
+MOST_STAGES = 6
+BARRIER_BYTES = 1024  # of shared memory, with some to spare
+
+
+class Extras(NamedTuple):
+    """What changes the products of a row, or None."""
+
+    scale_GF: jax.Array | None = None  # factors of the outputs of weights, float32
+    # See factors.py: bfloat16, R one of RANKS. Of `a` the inputs are last, as wgmma wants them.
+    a_GRD: jax.Array | None = None
+    b_GRF: jax.Array | None = None
+
+    @property
+    def rank(self) -> int:
+        """Columns of the factors, or 0."""
+        return 0 if self.a_GRD is None else self.a_GRD.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +94,35 @@ class Tile:
         return self.columns if self.chunks == CONSUMERS else self.columns // CONSUMERS
 
 
-def default_tile(rows: int, groups: int, outputs: int, *, float8: bool = False) -> Tile:
-    """Tiles of 128 rows where groups have as many on average, else of 64, as with float8 weights.
+def default_tile(
+    rows: int, groups: int, outputs: int, *, float8: bool = False, rank: int = 0
+) -> Tile:
+    """Tiles of 128 rows where groups have as many on average, else of 64.
 
     A tile of 128 rows and 256 columns loads the fewest bytes a product, and its accumulators fill
-    the registers. Small groups would leave its second chunk empty.
+    the registers. Small groups would leave its second chunk empty. Float8 weights and factors are
+    for few rows.
     """
-    columns, stages = column_tile(outputs)
-    if float8:  # a block takes half of the shared memory, so there is room for one more
-        return Tile(chunks=1, columns=columns, stages=5)
-    if rows < CONSUMERS * CHUNK * groups:
-        return Tile(chunks=1, columns=columns)
-    return Tile(columns=columns, stages=stages)
+    few = float8 or rank > 0 or rows < CONSUMERS * CHUNK * groups
+    columns, _ = column_tile(outputs)
+    tile = Tile(chunks=1 if few else CONSUMERS, columns=columns)
+    return replace(tile, stages=_stages_that_fit(tile, float8, rank))
+
+
+def _stages_that_fit(tile: Tile, float8: bool, rank: int) -> int:
+    """The stages of the ring for which shared memory has room."""
+    stores = CONSUMERS * 2 * CHUNK * PIECE * 2
+    converted = CONSUMERS * 2 * DEPTH * tile.width * 2 if float8 else 0
+    fixed = stores + converted + rank * tile.columns * 2 + BARRIER_BYTES
+    of_stage = DEPTH * (2 * tile.chunks * CHUNK + (1 if float8 else 2) * tile.columns + 2 * rank)
+    return min(MOST_STAGES, (SM_SHARED_BYTES - SHARED_BYTES_RESERVED - fixed) // of_stage)
 
 
 def multiply_rows(
     x_MD: jax.Array,
     weights_GDF: jax.Array,
     sizes_G: jax.Array,
+    extras: Extras | None = None,
     *,
     transposed: bool = False,
     tile: Tile | None = None,
@@ -92,15 +132,17 @@ def multiply_rows(
 
     `transposed` contracts the weights' last dim: x is [M, F], the result [M, D].
 
-    Requires: float8 weights are not transposed.
+    Requires: float8 weights and extras are not transposed.
     """
     G, D, F = weights_GDF.shape
+    extras = extras or Extras()
     float8 = weights_GDF.dtype == FLOAT8
-    assert not (float8 and transposed), "only the forward pass reads float8"
-    tile = tile or default_tile(x_MD.shape[0], G, D if transposed else F, float8=float8)
+    assert not (transposed and (float8 or any(e is not None for e in extras)))
+    outputs = D if transposed else F
+    tile = tile or default_tile(x_MD.shape[0], G, outputs, float8=float8, rank=extras.rank)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode
     jobs = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
-    return run(x_MD, weights_GDF, *jobs, transposed, tile, interpret)
+    return run(x_MD, weights_GDF, *jobs, extras, transposed, tile, interpret)
 
 
 def row_tiles(sizes_G: jax.Array, rows: int, chunks: int) -> tuple[jax.Array, jax.Array]:
@@ -138,17 +180,20 @@ def _run(
     weights_GDF: jax.Array,
     tiles: jax.Array,
     num_tiles: jax.Array,
+    extras: Extras,
     transposed: bool,
     tile: Tile,
     interpret: Interpret,
 ) -> jax.Array:
-    outputs = weights_GDF.shape[1 if transposed else 2]
+    given = {name: e for name, e in extras._asdict().items() if e is not None}
+    rank, outputs = extras.rank, weights_GDF.shape[1 if transposed else 2]
     column_tiles = outputs // tile.columns
     ctas = min(SMS, tiles.shape[0] * column_tiles)
     block = (tile.columns, DEPTH) if transposed else (DEPTH, tile.columns)
     run = plgpu.kernel(
         partial(
             _kernel,
+            names=tuple(given),
             tile=tile,
             transposed=transposed,
             column_tiles=column_tiles,
@@ -165,13 +210,14 @@ def _run(
             w_smem=_stages(tile, *block, dtype=weights_GDF.dtype),
             converted=_converted(tile, weights_GDF.dtype),
             out_smem=views(CONSUMERS, 2, CHUNK, PIECE, interpret=interpret),
-            **ring_barriers(tile.stages, tile.chunks + 1),
+            of_factors=factor_memory(rank, tile.columns, tile.stages, interpret) if rank else None,
+            **ring_barriers(tile.stages, tile.chunks + (2 if rank else 1)),
         ),
         compiler_params=compiler(),
         interpret=interpret,
         kernel_name="grouped_matmul_rows",
     )
-    return run(x_MD, weights_GDF, tiles, num_tiles)
+    return run(x_MD, weights_GDF, tiles, num_tiles, *given.values())
 
 
 def _stages(tile: Tile, *block: int, dtype: DTypeLike) -> ScratchType:
@@ -189,7 +235,7 @@ def _converted(tile: Tile, dtype: DTypeLike) -> ScratchType:
     return matrices(CONSUMERS, 2, DEPTH, tile.width) if dtype == FLOAT8 else None
 
 
-_lowered_once = jax.jit(_run, static_argnums=(4, 5, 6))  # for all layers
+_lowered_once = jax.jit(_run, static_argnums=(5, 6, 7))  # for all layers
 
 
 def _place(
@@ -233,13 +279,61 @@ def _store_chunk(
     pl.when(rows < CHUNK)(lambda: store(acc, plain, plain, runs))
 
 
+def _block(
+    w_smem: Ref,
+    converted: Ref | None,
+    transposed: bool,
+    step: jax.Array,
+    stage: jax.Array,
+    mine: pl.Slice | slice,
+) -> Ref:
+    """A consumer's columns of a step's block of weights, in bfloat16."""
+    if transposed:
+        return w_smem.at[stage, mine].transpose((1, 0))
+    if converted is None:
+        return w_smem.at[stage, :, mine]
+    block = w_smem[stage, :, mine]
+    # The matmul of the step before the last, which read this buffer, is done.
+    own = lax.axis_index("warpgroup"), lax.rem(step, jnp.asarray(2, step.dtype))
+    buffer = converted.at[own]
+    # Hopper converts float8 to float16 alone, which holds all of its values.
+    buffer[...] = block.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    return buffer
+
+
+def _scaled(acc: jax.Array, scale_ref: Ref, group: jax.Array, base: jax.Array) -> jax.Array:
+    """The accumulator times the factors of its columns, from `base` on."""
+    group = jnp.minimum(group, scale_ref.shape[0] - 1)
+    own = scale_ref.at[group, pl.ds(base, acc.shape[1])]
+    return acc * along(load_whole(own, by_column()), acc.shape, axis=1)
+
+
+def _load_chunks(
+    x_ref: Ref,
+    buffers: Ref,
+    chunks: list[tuple[jax.Array, jax.Array]],
+    entries: pl.Slice | slice,
+    loaded: Ref,
+) -> None:
+    """Start the loads of a step's rows: those of the first chunk, and of others that have any."""
+    for number, (first, rows) in enumerate(chunks):
+        source = x_ref.at[pl.ds(first, CHUNK), entries]
+        copy = partial(plgpu.copy_gmem_to_smem, source, buffers.at[number], loaded)
+        if number == 0:
+            copy()
+        else:
+            pl.when(rows > 0)(copy)
+            pl.when(rows == 0)(partial(plgpu.barrier_arrive, loaded))
+
+
 def _kernel(
     x_ref: Ref,
     w_ref: Ref,
     tiles_ref: Ref,
     num_ref: Ref,
-    out_ref: Ref,
-    *,
+    *others: Ref,
+    names: tuple[str, ...],
     tile: Tile,
     transposed: bool,
     column_tiles: int,
@@ -248,11 +342,17 @@ def _kernel(
     w_smem: Ref,
     converted: Ref | None,
     out_smem: Ref,
+    of_factors: FactorMemory | None,
     loaded: Ref,
     free: Ref,
     interpret: Interpret,
 ) -> None:
-    groups, width = w_ref.shape[0], tile.width
+    *given, out_ref = others
+    extras = dict(zip(names, given, strict=True))
+    scale_ref, factors = extras.get("scale_GF"), None
+    if of_factors is not None:
+        factors = Factors(extras["a_GRD"], extras["b_GRF"], of_factors)
+    groups, width, rank = w_ref.shape[0], tile.width, factors.rank if factors else 0
     all_steps = x_ref.shape[1] // DEPTH
     ring = Ring(loaded, free, tile.stages)
     cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
@@ -268,40 +368,38 @@ def _kernel(
         group = tiles_ref[row_tile, 0]
         return group, jnp.where(group < groups, all_steps, 0)
 
+    weights_of = partial(_block, w_smem, converted, transposed)
+
     @pl.when(warpgroup < CONSUMERS)
     def _consume() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         chunk = warpgroup if tile.chunks == CONSUMERS else 0
         mine = pl.ds(0 if tile.chunks == CONSUMERS else warpgroup * width, width)
 
-        def weights_of(step: jax.Array, stage: jax.Array) -> Ref:
-            if transposed:
-                return w_smem.at[stage, mine].transpose((1, 0))
-            if converted is None:
-                return w_smem.at[stage, :, mine]
-            block = w_smem[stage, :, mine]
-            # The matmul of the step before the last, which read this buffer, is done.
-            buffer = converted.at[warpgroup, lax.rem(step, jnp.asarray(2, step.dtype))]
-            # Hopper converts float8 to float16 alone, which holds all of its values.
-            buffer[...] = block.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            return buffer
-
-        def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
-            plgpu.wgmma(acc_ref, x_tiles.at[stage, chunk], weights_of(step, stage))
-
         def one_job(number: jax.Array, at: jax.Array) -> jax.Array:
             row_tile, column = job_of(number)
-            _, steps = group_and_steps(row_tile)
+            group, steps = group_and_steps(row_tile)
             first, rows = (tiles_ref[row_tile, 1 + 2 * chunk + i] for i in range(2))
             base = column * tile.columns + (0 if tile.chunks == CONSUMERS else warpgroup * width)
 
             @pl.when(rows > 0)
             def _multiply() -> None:
-                acc = pl.run_scoped(
-                    lambda ref: ring.multiplied(ref, matmul, at, steps), accumulator(CHUNK, width)
-                )
+                def products(acc_ref: Ref, low_ref: Ref | None = None) -> tuple[jax.Array, ...]:
+                    def matmul(acc_ref: Ref, step: jax.Array, stage: jax.Array) -> None:
+                        weights, x = weights_of(step, stage, mine), x_tiles.at[stage, chunk]
+                        if factors is not None:
+                            factors.multiply_step(low_ref, x, stage)
+                        plgpu.wgmma(acc_ref, x, weights)
 
+                    acc = ring.multiplied(acc_ref, matmul, at, steps)
+                    return (acc,) if low_ref is None else (acc, low_ref[...])
+
+                accumulators = [accumulator(CHUNK, columns) for columns in (width, rank) if columns]
+                acc, *low = pl.run_scoped(products, *accumulators)
+                if scale_ref is not None:
+                    acc = _scaled(acc, scale_ref, group, base)
+                if factors is not None:
+                    acc = factors.added(acc, low[0], group < groups, mine)
                 views_of_mine = tuple(
                     buffer.at[warpgroup] for buffer in (out_tiles, out_rows, out_plain)
                 )
@@ -333,21 +431,17 @@ def _kernel(
                 def loads(stage: jax.Array, barrier: Ref) -> None:
                     block = (columns, entries) if transposed else (entries, columns)
                     plgpu.copy_gmem_to_smem(w_ref.at[group, *block], w_smem.at[stage], barrier)
-                    for c, (first, rows) in enumerate(chunks):
-                        copy = partial(
-                            plgpu.copy_gmem_to_smem,
-                            x_ref.at[pl.ds(first, CHUNK), entries],
-                            x_rows.at[stage, c],
-                            barrier,
-                        )
-                        if c == 0:
-                            copy()
-                        else:
-                            pl.when(rows > 0)(copy)
-                            pl.when(rows == 0)(partial(plgpu.barrier_arrive, barrier))
+                    if factors is not None:
+                        factors.load_step(group, entries, stage, barrier)
+                    _load_chunks(x_ref, x_rows.at[stage], chunks, entries, barrier)
 
                 ring.fill(at + step, loads)
 
+            if factors is not None:
+                pl.when(steps > 0)(partial(factors.load_second, group, columns, at))
             return at + steps
 
-        ring.drain(lax.fori_loop(0, jobs, one_job, jnp.int32(0)))
+        total = lax.fori_loop(0, jobs, one_job, jnp.int32(0))
+        ring.drain(total)
+        if factors is not None:
+            factors.wait_for_reads(total)

@@ -181,6 +181,7 @@ def test_wrong_samples_at_the_end_are_found(monkeypatch):
     assert "token_mult_prob_error" in found.error
 
 
+@pytest.mark.slow
 def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
     def wrong(inputs, **settings):
         out, own = right(inputs, **settings)
@@ -233,10 +234,11 @@ PACKED_AND_DECODE = [
             ["update_mix_4x2"],
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ["training", "--workload=values", "--batch=2x8"]
             + ["--config.critic.micro_batch_tokens=128"],
             ["values_2x8"],
+            marks=pytest.mark.slow,
         ),
         (
             ["attention", "--workload=dense", "--head_dim=8", "--window=9"],
@@ -382,6 +384,7 @@ def test_peers_are_found_when_scripts_are_apart_from_the_package(tmp_path):
     assert str(scripts / "benchmarks" / "peers" / "torch_training.py") in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_peers_of_generation():
     options = read_options(
         ["generation", TINY, "--batch=2", "--repeats=1", "--baseline", "--peer_python=/missing"]
@@ -392,6 +395,7 @@ def test_peers_of_generation():
     assert "--peer_python=/missing" in vllm.error
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_peers_of_training():
     options = read_options(["training", TINY, "--workload=update,mix", "--repeats=2", "--baseline"])

@@ -111,11 +111,11 @@ def gradient_bytes(role: Role) -> float:
 @pytest.mark.parametrize(
     ("sizes", "model", "row_tokens"),
     [
-        ({"data": 4}, DENSE, 22),
         ({"data": 2, "fsdp": 2}, MIXTURE, 0),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ({"data": 4}, DENSE, 22),
                 ({"data": 8}, MIXTURE, 0),
                 ({"data": 2, "fsdp": 2, "tensor": 2}, DENSE, 22),
                 ({"data": 2, "sequence": 2, "tensor": 2}, DENSE, 22),

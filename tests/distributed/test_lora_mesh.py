@@ -73,7 +73,9 @@ def test_a_base_in_float8_equals_one_that_was_dequantised_before(model, merge):
     ("sizes", "lora", "critic", "base", "model"),
     [
         # A layer of a gated delta rule, and one of attention as other models have it.
-        pytest.param({"fsdp": 2, "tensor": 2}, LORA, False, "", HYBRID, id="hybrid"),
+        pytest.param(
+            {"fsdp": 2, "tensor": 2}, LORA, False, "", HYBRID, id="hybrid", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"fsdp": 4, "tensor": 2},
             LORA,

@@ -177,6 +177,7 @@ def test_data_2_fsdp_2_tensor_2_with_filters():
     check({"data": 2, "fsdp": 2, "tensor": 2}, filtered)
 
 
+@pytest.mark.slow
 def test_tensor_4_with_two_kv_heads_kept_whole():
     check({"fsdp": 2, "tensor": 4}, SAMPLED, kv_heads=None)
 
@@ -195,6 +196,7 @@ def test_more_devices_than_kv_heads_share_heads_in_generation_only():
     check({"fsdp": 4, "sequence": 2}, SAMPLED, tensor=4)
 
 
+@pytest.mark.slow
 def test_a_smaller_tensor_size_than_in_training():
     check({"pipeline": 2, "tensor": 4}, SAMPLED, tensor=2)
 

@@ -170,7 +170,7 @@ def test_samples_of_one_prompt_differ_and_repeat_with_their_id():
     ("slots", "size"),
     [
         (0, (5, P, 1)),
-        (3, (1, P, 1)),
+        pytest.param(3, (1, P, 1), marks=pytest.mark.slow),
         (9, (1, 30, 5)),
         pytest.param(7, (3, P, 2), marks=pytest.mark.slow),
     ],
@@ -203,7 +203,15 @@ def test_a_limit_ends_its_own_response_only():
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "mistral", "experts", "gpt_oss", "64 heads a KV head"]
+    "family",
+    [
+        "qwen2",
+        "qwen3",
+        pytest.param("mistral", marks=pytest.mark.slow),  # gpt_oss has windows too
+        "experts",
+        "gpt_oss",
+        "64 heads a KV head",
+    ],
 )
 def test_greedy_equals_a_naive_loop(family):
     tokens, lengths, ids = prompts(5)

@@ -207,7 +207,7 @@ def test_one_kernel_and_small_fusions(num_splits: int, most_fusions: int):
     assert hlo.count(" fusion(") <= most_fusions
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_splits", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_shared_prompts_add_no_kernel(num_splits: int):
     """Rounding up the next layer's queries is part of merging; lengths are compared once."""
     hlo = compile_decode("1.5B", num_splits, None, "bfloat16", shared=True, calls=2)

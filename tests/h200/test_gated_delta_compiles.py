@@ -76,6 +76,7 @@ def outputs_of(program, kernel):
     return re.findall(rf"= (\(?[^=]*?) custom-call\([^\n]*{kernel}", program.as_text())
 
 
+@pytest.mark.slow
 def test_a_gradient_has_no_scatter():
     """Of rows with shared prompts; an exact run would sort the updates of a scatter.
 
@@ -145,6 +146,7 @@ def test_each_device_has_its_rows_and_heads():
     assert "all-gather" not in operations(program)
 
 
+@pytest.mark.slow
 def test_devices_that_share_a_row_have_all_tokens_of_some_heads():
     """Tokens come by exchanges, each way once; the kernels see whole rows of one head."""
     mesh = h200_mesh((1, 1, 2), sequence=2)

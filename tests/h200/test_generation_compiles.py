@@ -53,7 +53,7 @@ CASES = {
     "as few as there are on a GPU": Case(FEWEST_SLOTS, 256, (), 48),
     "1,024 slots": Case(1024, 256, (), 56),
 }
-MARKS = {"few slots": pytest.mark.slow, "1,024 slots": pytest.mark.slow}
+MARKS = {name: pytest.mark.slow for name in CASES if name != "many slots"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(x, marks=MARKS.get(x, ())) for x in CASES])

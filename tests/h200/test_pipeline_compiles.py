@@ -45,6 +45,7 @@ def check_ring(collectives):
         assert any(f"source_target_pairs={expected}" in rest for rest in pairs)
 
 
+@pytest.mark.slow
 def test_four_stages_of_two_shards():
     how = {"config": LAYERS, "phases": MeshConfig(pipeline=4), "compiler_options": CUBLAS}
     compiled = update((1, 2, 1), **how, remat="full")

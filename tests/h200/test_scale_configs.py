@@ -19,8 +19,10 @@ from jaxrl_llm.planner.rates import rates_of
 from jaxrl_llm.planner.work import work_of
 
 pytestmark = needs_compiler
-FEW = (grpo_1_5b_1, ppo_72b_1024, dpo_70b_1024)
-OTHERS = [pytest.param(module, marks=pytest.mark.slow) for module in (ppo_7b_8, grpo_32b_64)]
+FEW = (grpo_1_5b_1, dpo_70b_1024)
+OTHERS = [
+    pytest.param(module, marks=pytest.mark.slow) for module in (ppo_7b_8, grpo_32b_64, ppo_72b_1024)
+]
 
 
 def test_programs_for_a_card_have_the_kernels_that_auto_takes_there():

@@ -29,6 +29,7 @@ WEIGHTS = 3584 * (3 * 18_944 + 2 * 3584 + 2 * 512)
 A_LAYER = 4 * (4 * WEIGHTS + 3584 * ROW) / SEQUENCE
 
 
+@pytest.mark.slow
 def test_131072_tokens_of_7b_fit_eight_cards():
     """Two layers; the other 26 add what must be held. The whole model is the slow test's."""
     compiled = update(2, scan_layers=False)

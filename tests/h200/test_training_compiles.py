@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     vocab_size=131072,
     hidden_size=1024,
     intermediate_size=4096,
-    num_layers=2,
+    num_layers=1,
     num_heads=8,
     num_kv_heads=2,
     head_dim=128,
@@ -98,6 +98,7 @@ def update(sizes, *, compiler_options=None, config=CONFIG, phases=None, **settin
     return program.lower(role.abstract(), fields).compile(compiler_options=options)
 
 
+@pytest.mark.slow
 def test_on_one_card():
     compiled = update((1, 1, 1))
     text = compiled.as_text()

@@ -112,7 +112,13 @@ def cases():
 CASES = {name: case for name, *case in cases()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.endswith("token-sum") else [])
+        for name in CASES
+    ],
+)
 def test_accumulation_equals_the_full_batch(name):
     """The micro-batches hold very different numbers of tokens: 1e-6 of the gradient's size."""
     spec, loss, fields = CASES[name]

@@ -94,7 +94,7 @@ def peft_name(name):
     return name.removesuffix(".weight") if "magnitude" in name else name
 
 
-SLOW = ("hybrid_dora", "hybrid_fused")  # hybrid and hybrid_fused_dora prove what these do
+SLOW = ("hybrid", "hybrid_dora", "hybrid_fused")  # hybrid_fused_dora proves what these do
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ def as_folder(spec, tree, like, path):
     return found
 
 
-@pytest.mark.parametrize("packed", [False, True])
+# Padded rows of all families: tests/parity/test_transformers_logits.py.
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logprobs_gradients_and_balance_equal(folder, packed, tmp_path):
     path, model = folder
     spec, fields = model_spec(load_model_config(path)), samples()

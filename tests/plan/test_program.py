@@ -389,7 +389,7 @@ def test_generation_has_options_for_its_samples_of_a_replica(monkeypatch):
     assert both["gen"] == both["gen_max"] == {"asked": (samples, config.rollout.num_slots)}
 
 
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fuse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_clocks_of_device_segments_do_not_overlap(fuse):
     """Disjoint times within a step add up to no more than the step.
 

@@ -48,7 +48,7 @@ ALGORITHMS = {
     "simpo": build_offline(c.SimPO()),
     "cpo": build_offline(c.CPO()),
 }
-LIKE_DPO = ("ipo", "simpo")  # a mean over pairs; DPO has one over tokens on top
+LIKE_DPO = ("ipo", "simpo", "cpo")  # a mean over pairs; DPO has one over tokens on top
 SINGLE = ("sft", "reward_regression", "kto")  # one row a record
 
 

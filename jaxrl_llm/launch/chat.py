@@ -18,6 +18,7 @@ def chat(
     """Answer each line, and show the answer while it is made. All turns stay in the conversation.
 
     A conversation that is too long for the model is said so, and goes on without the last line.
+    So does one whose answer is empty, as chat templates and data take no empty turns.
     """
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
@@ -37,7 +38,10 @@ def chat(
             except ValueError as error:
                 print(f"{error}, or begin again with /reset", file=out, flush=True)
                 continue
-            messages = [*asked, {"role": "assistant", "content": answer}]
+            if answer.strip():
+                messages = [*asked, {"role": "assistant", "content": answer}]
+            else:
+                print("(no answer; the conversation goes on without it)", file=out, flush=True)
             how = replace(how, seed=how.seed + 1)
 
 

@@ -192,6 +192,20 @@ def test_an_answer_keeps_its_tabs_and_controls_no_terminal():
     assert out.getvalue() == "if x:\n\ty\\x1b[31m\n"
 
 
+def test_an_empty_answer_ends_no_conversation():
+    asked = []
+
+    class Silent:
+        def stream(self, messages, **_):
+            asked.append([message["content"] for message in messages])
+            yield from () if len(asked) == 2 else ("fine",)
+
+    out = io.StringIO()
+    chat(Silent(), ["a", "b", "c"], out, StreamSettings())  # pyright: ignore[reportArgumentType]
+    assert asked == [["a"], ["a", "fine", "b"], ["a", "fine", "c"]]
+    assert "no answer" in out.getvalue()
+
+
 def test_chat_needs_a_template(tmp_path):
     plain = write_directory(tmp_path / "plain", tiny_config())
     with pytest.raises(rl.ConfigError, match="no chat template; `jaxrl generate`"):

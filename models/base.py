@@ -24,6 +24,7 @@ from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import check_family, hf_names
 from jaxrl_llm.models.frozen import (
     KERNEL,
+    OF_EXPERTS,
     SCALE,
     dequantized,
     inputs_of,
@@ -133,16 +134,7 @@ def _model_spec(
     config: ModelConfig, kind: Kind, name: str, form: Form, lora: Lora | None
 ) -> ModelSpec:
     check_family(config)
-    if config.delta is not None and form.startswith("float8"):
-        raise ValueError(
-            "layers of a gated delta rule have no float8 form for generation: set "
-            "--config.rollout.quantization=none"
-        )
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
-    if config.mixture is not None and form.startswith("float8"):
-        raise ValueError(
-            "experts have no float8 form for generation: set --config.rollout.quantization=none"
-        )
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")
 
@@ -286,38 +278,30 @@ def _in_heads(leaf: jax.Array, size: int) -> jax.Array:
 def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
     """The model with its layers' projections in float8_e4m3fn. Call it inside jit.
 
-    Each output of a kernel has its own float32 scale. The embedding, the head, norms and biases
-    keep their dtype. The result is for generation only; it cannot be trained.
+    Each output of a kernel has its own float32 scale, a power of two for experts. The embedding,
+    the head, norms, biases and modules without a float8 form keep their dtype: routers, latent
+    attention and gated delta rules. The result is for generation only; it cannot be trained.
 
     Heads may be split over devices in a model whose projections are separate.
     """
     forms: dict[Form, Form] = {"merged": "float8", "separate": "float8_separate"}
     quantized = model_spec(spec.config, spec.kind, spec.dtype, form=forms[spec.form])
 
-    def projection(old: Params, new: Params) -> Params:
-        outputs = new["scale"].ndim
-        kernel = old["kernel"]
-        inputs = kernel.ndim - outputs
+    def small(old: Any, new: Any) -> Any:
+        """Those of `old` in float8 that are in it in `new`."""
+        if not isinstance(old, dict):
+            return old
+        if not is_frozen(new):
+            return {name: small(value, new[name]) for name, value in old.items()}
+        kernel, outputs = old[KERNEL], new[SCALE].ndim
+        if (inputs := inputs_of(new)) == OF_EXPERTS:
+            stack = quantize(kernel, inputs)
+            return old | {KERNEL: stack.values, SCALE: stack.scale}
         kernel = jnp.moveaxis(kernel, range(inputs), range(outputs, kernel.ndim))
         kernel, scale = to_float8(kernel, axis=tuple(range(outputs, kernel.ndim)))
-        return old | {"kernel": kernel, "scale": scale.reshape(new["scale"].shape)}
+        return old | {KERNEL: kernel, SCALE: scale.reshape(new[SCALE].shape)}
 
-    def part(old: Params, new: Params) -> Params:
-        return {
-            name: projection(leaves, new[name])
-            if "scale" in new[name] and "kernel" in leaves
-            else leaves
-            for name, leaves in old.items()
-        }
-
-    layers = {
-        name: layer
-        | {
-            module: part(layer[module], quantized.params["decoder"]["layers"][name][module])
-            for module in ("attention", "mlp")
-        }
-        for name, layer in params["decoder"]["layers"].items()
-    }
+    layers = small(params["decoder"]["layers"], quantized.params["decoder"]["layers"])
     return quantized, params | {"decoder": params["decoder"] | {"layers": layers}}
 
 

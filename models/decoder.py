@@ -26,6 +26,7 @@ from jaxrl_llm.models.layers import (
     Form,
     Layer,
     RMSNorm,
+    is_float8,
     over_sequence,
     rope_tables,
     scattered,
@@ -53,6 +54,7 @@ class Block(Layer):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `config.norms` puts a norm behind attention and MLP, in place of those before or with them.
+    In float8 a norm converts what attention and a dense MLP read. Other modules read the dtype.
     """
 
     def __init__(
@@ -72,12 +74,15 @@ class Block(Layer):
             unit_offset=config.unit_offset,
         )
         before, after = config.norms != "after", config.norms != "before"
-        float8 = form.startswith("float8")
+        float8 = is_float8(form)
+        mixer = _mixer(config, kind=kind, form=form, dtype=dtype)
         self.residual_multiplier = config.residual_multiplier
-        self.attention_norm = norm(float8=float8) if before else None
-        self.attention = _mixer(config, kind=kind, form=form, dtype=dtype)
+        self.attention_norm = (
+            norm(float8=float8 and isinstance(mixer, Attention)) if before else None
+        )
+        self.attention = mixer
         self.attention_out_norm = norm() if after else None
-        self.mlp_norm = norm(float8=float8) if before else None
+        self.mlp_norm = norm(float8=float8 and mixture is None) if before else None
         self.mlp = (
             MLP(config, form=form, dtype=dtype)
             if mixture is None

@@ -80,7 +80,10 @@ Kernels = tuple[Stacked, Stacked, Stacked]  # gate, up [E, D, F] and down [E, F,
 
 
 class Stack(Layer):
-    """One projection of all experts, [E, inputs, outputs], and a bias [E, outputs]."""
+    """One projection of all experts, [E, inputs, outputs], and a bias [E, outputs].
+
+    With `float8` the weights are a `Quantized`: below adapters, and in generation in float8.
+    """
 
     def __init__(
         self,
@@ -88,15 +91,15 @@ class Stack(Layer):
         axes: tuple[LogicalAxis, ...],
         dtype: DTypeLike,
         *,
-        frozen: bool,
+        float8: bool,
         bias: bool,
     ) -> None:
-        self.kernel = parameter(shape, axes, "normal", FLOAT8 if frozen else dtype)
+        self.kernel = parameter(shape, axes, "normal", FLOAT8 if float8 else dtype)
         # The hidden size is whole, as in other vectors of it.
         outputs: LogicalAxis = "mlp" if axes[2] == "mlp" else "norm"
         E, _, F = shape
         scales = ("expert", "norm", outputs)
-        self.scale = parameter((E, 1, F), scales, "ones", jnp.float32) if frozen else None
+        self.scale = parameter((E, 1, F), scales, "ones", jnp.float32) if float8 else None
         self.bias = parameter((E, F), ("expert", outputs), "zeros", dtype) if bias else None
 
     adapter: Any = None  # see lora.py

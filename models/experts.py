@@ -25,7 +25,7 @@ from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_exchange import rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
 from jaxrl_llm.models.frozen import Quantized
-from jaxrl_llm.models.layers import FROZEN, MLP, Form, Layer, Projection, parameter
+from jaxrl_llm.models.layers import FROZEN, MLP, Form, Layer, Projection, is_float8, parameter
 
 
 @jax.tree_util.register_dataclass
@@ -192,23 +192,28 @@ class Experts(Layer):
 
     `config.swiglu_limit` has another activation in place of silu, `config.expert_bias` has biases.
     The shared ones, if there are any, are one MLP of every token that is added.
+
+    In float8 the weights of the chosen experts are, and not their inputs. The shared ones are in
+    float8 as a dense MLP is. The router keeps its dtype.
     """
 
     def __init__(
         self, config: ModelConfig, mixture: Mixture, *, form: Form, dtype: DTypeLike
     ) -> None:
         D, F, E = config.hidden_size, mixture.expert_size, mixture.num_experts
-        frozen = form == FROZEN
+        float8 = form == FROZEN or is_float8(form)
         self.mixture = mixture
         self.router = Router(config, mixture, dtype=dtype)
         self.limit = config.swiglu_limit
-        stack = partial(Stack, dtype=dtype, frozen=frozen, bias=config.expert_bias)
+        stack = partial(Stack, dtype=dtype, float8=float8, bias=config.expert_bias)
         self.gate = stack((E, D, F), ("expert", "expert_embed", "mlp"))
         self.up = stack((E, D, F), ("expert", "expert_embed", "mlp"))
         self.down = stack((E, F, D), ("expert", "mlp", "expert_embed"))
         if mixture.shared_size:
-            separate: Form = FROZEN if frozen else "separate"
-            self.shared = MLP(config, size=mixture.shared_size, form=separate, dtype=dtype)
+            # Never merged: see `base.merge_projections`.
+            forms: dict[Form, Form] = {"merged": "separate", "float8": "float8_separate"}
+            form = forms.get(form, form)
+            self.shared = MLP(config, size=mixture.shared_size, form=form, dtype=dtype)
         if mixture.shared_gate:
             self.shared_gate = Projection((D, 1), ("embed", "value"), dtype=dtype)
 

@@ -7,6 +7,8 @@ forward and in the backward pass, so no pass holds those of more than a few proj
 rows, as in a decode step, reads the values in float8 and scales its outputs, which gives the same
 bits.
 
+Experts of a rollout in float8 are stored and read in the same way: see `base.quantize_projections`.
+
 In a tree of parameters, a frozen projection is a dict with "kernel" and "scale".
 """
 
@@ -36,7 +38,7 @@ Dot = Callable[[jax.Array, jax.Array, int], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """A frozen kernel: float8 values [*inputs, *outputs] times scales [*outputs].
+    """A kernel without a gradient: float8 values [*inputs, *outputs] times scales [*outputs].
 
     Of experts: values [E, inputs, outputs] times scales [E, 1, outputs].
     """
@@ -121,12 +123,15 @@ def weights_when_due(
 
 
 def is_frozen(module: Any) -> bool:
-    """Whether a part of the parameters, arrays or their shapes, is a frozen projection."""
+    """Whether a part of the parameters, arrays or their shapes, is a projection in float8."""
     return isinstance(module, dict) and getattr(module.get(KERNEL), "dtype", None) == FLOAT8
 
 
 def inputs_of(module: Tree) -> int:
-    """How many first dims of a frozen projection's kernel are inputs, or `OF_EXPERTS`."""
+    """How many dims of such a projection's kernel are inputs, or `OF_EXPERTS`.
+
+    They are the first ones of a frozen projection.
+    """
     return module[KERNEL].ndim - module[SCALE].ndim
 
 

@@ -18,7 +18,15 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.gated_delta import Inputs, Streams
 from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.config import GatedDelta, ModelConfig
-from jaxrl_llm.models.layers import Form, Layer, Projection, gathering, parameter, projection_of
+from jaxrl_llm.models.layers import (
+    Form,
+    Layer,
+    Projection,
+    gathering,
+    parameter,
+    projection_of,
+    without_float8,
+)
 from jaxrl_llm.numerics import rms_norm
 
 # The projections of the inputs, in the order in which they are merged.
@@ -31,7 +39,7 @@ class GatedDeltaNet(Layer):
     """A short convolution, the gated delta rule, and a gated norm of its output.
 
     Heads are split as those of attention: an axis of the mesh divides both kinds. In merged form,
-    all input projections are one kernel; see `base.merge_projections`.
+    all input projections are one kernel; see `base.merge_projections`. There is no float8 form.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class GatedDeltaNet(Layer):
         D, G, N = config.hidden_size, delta.key_heads, delta.value_heads
         H, V, W = delta.key_dim, delta.value_dim, delta.conv_size
         self.eps = config.rms_norm_eps
+        form = without_float8(form)
         heads = ("q_heads", "head_dim")
         projection = partial(projection_of(form), dtype=dtype)
         small = partial(Projection, dtype=dtype)  # never in float8: they go through exp

@@ -29,6 +29,7 @@ from jaxrl_llm.models.layers import (
     apply_rope,
     gathering,
     projection_of,
+    without_float8,
 )
 from jaxrl_llm.models.rope import YarnRope
 
@@ -36,7 +37,10 @@ _EPS = 1e-6  # of the two norms, whatever the config's is
 
 
 class LatentAttention(Layer):
-    """Latent attention of one layer; `kind` is its entry of `config.layer_kinds`."""
+    """Latent attention of one layer; `kind` is its entry of `config.layer_kinds`.
+
+    There is no float8 form: a decode step multiplies the weights of keys and values otherwise.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,6 @@ class LatentAttention(Layer):
     ) -> None:
         D, N, H = config.hidden_size, config.num_heads, config.head_dim
         R, P, V = latent.kv_rank, latent.rope_dim, latent.value_dim
-        assert not form.startswith("float8"), form
         self.sizes = (H, H - P, R, V)
         self.attended_size = config.attended_size
         self.window, rope_table = kind
@@ -57,7 +60,7 @@ class LatentAttention(Layer):
         self.rotated = partial(apply_rope, interleaved=config.interleaved_rope)
         scaling = config.rope_scaling
         self.scale = scaling.whole_head_scale**2 if isinstance(scaling, YarnRope) else 1.0
-        projection = partial(projection_of(form), dtype=dtype)
+        projection = partial(projection_of(without_float8(form)), dtype=dtype)
         norm = partial(RMSNorm, axes=("rank",), eps=_EPS, dtype=dtype)
         if latent.query_rank is None:
             self.q = projection((D, N, H), ("embed", "q_heads", "head_dim"))

@@ -39,6 +39,7 @@ from jaxrl_llm.numerics import rms_norm, to_every_token
 # that read the same input. "float8": merged and in float8. "float8_separate": one kernel each, in
 # float8, for heads that are split. See `base.merge_projections` and `base.quantize_projections`.
 # "frozen_separate": one kernel each, frozen in float8 below adapters; see frozen.py.
+# A module without a float8 form keeps the model's dtype: see `without_float8`.
 Form = Literal["separate", "merged", "float8", "float8_separate", "frozen_separate"]
 FROZEN: Form = "frozen_separate"
 PROJECTION = "projection"  # checkpoint name of a projection's output; see decoder.py
@@ -209,11 +210,22 @@ class Float8Projection(Layer):
         return y, x.scale
 
 
+def is_float8(form: Form) -> bool:
+    """Whether projections are in float8 for generation; frozen ones are not meant."""
+    return form in ("float8", "float8_separate")
+
+
+def without_float8(form: Form) -> Form:
+    """The form of a module that stays in the model's dtype where others are in float8."""
+    forms: dict[Form, Form] = {"float8": "merged", "float8_separate": "separate"}
+    return forms.get(form, form)
+
+
 def projection_of(form: Form) -> Callable[..., Any]:
     """The class of the projections of a model in this form."""
     if form == FROZEN:
         return FrozenProjection
-    return Float8Projection if form.startswith("float8") else Projection
+    return Float8Projection if is_float8(form) else Projection
 
 
 class RMSNorm(Layer):

@@ -373,6 +373,7 @@ def _engine(
             num_slots=sizes.num_slots,
             prompt_rows=sizes.prompt_rows,
             cache_dtype=cache_dtype,
+            state_dtype=dtype,
             max_new_tokens=max_new_tokens,
             record_routes=settings.record_routes,
         ),
@@ -506,6 +507,8 @@ def _generation_form(
     spec: ModelSpec, params: Any, settings: GenerationSettings, *, split: bool
 ) -> tuple[ModelSpec, Any]:
     """The model with merged projections, and with float8 ones if asked for.
+
+    `quantize_projections` says what is in float8.
 
     One with adapters keeps its projections: to merge them would copy the base. One that came with
     merged projections is read as it is.

@@ -225,8 +225,12 @@ def init_cache(
     page_entries: int,
     num_slots: int,
     dtype: jnp.dtype,
+    state_dtype: jnp.dtype,
 ) -> Cache:
-    """Zeroed caches, one a layer. The prompt length is rounded up to the kernel's blocks."""
+    """Zeroed caches, one a layer. The prompt length is rounded up to the kernel's blocks.
+
+    `dtype` is of keys and values, `state_dtype` of the inputs of convolutions; states are float32.
+    """
     K, H = config.cache_heads
     if dtype != jnp.float32:
         prompt_length = cache_length(prompt_length, H)
@@ -235,7 +239,7 @@ def init_cache(
     def one(layer: int) -> LayerCache | StateCache:
         if config.delta is not None and config.is_linear(layer):
             sizes = (num_prompts, num_slots)
-            return StateCache(*(_empty_states(config.delta, size, dtype) for size in sizes))
+            return StateCache(*(_empty_states(config.delta, size, state_dtype) for size in sizes))
         return LayerCache(jnp.zeros(prompts, dtype), jnp.zeros(own, dtype))
 
     return tuple(map(one, range(config.num_layers)))

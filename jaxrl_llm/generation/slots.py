@@ -97,6 +97,7 @@ def empty_state(
     num_slots: int,
     prompt_rows: int,
     cache_dtype: Any,
+    state_dtype: Any,
     max_new_tokens: int,
     record_routes: bool = False,
 ) -> State:
@@ -115,6 +116,7 @@ def empty_state(
         page_entries=pages.entries,
         num_slots=num_slots,
         dtype=cache_dtype,
+        state_dtype=state_dtype,
     )
     return State(
         cache=cache,

@@ -27,10 +27,8 @@ _ROUTER_KEYS = {  # what switches each off
 def check_roles(config: Config, roles: "Mapping[str, Role]") -> None:
     """Raises: ConfigError for settings that a role's model does not work with, or cannot use."""
     check_hybrids(config, {name: role.spec.config for name, role in roles.items()})
-    for name, role in roles.items():
+    for role in roles.values():
         check_family(role.spec.config, role.spec.kind)
-        if role.spec.config.mixture is not None:
-            _check_mixture(config, name)
         _check_attention(role)
     mixtures = [role for role in roles.values() if role.spec.config.mixture is not None]
     if config.mesh.expert > 1 and not mixtures:
@@ -68,15 +66,6 @@ def _check_scores(config: Config, actor: "Role | None") -> None:
         )
 
 
-def _check_mixture(config: Config, name: str) -> None:
-    """Raises: ConfigError for what is not done for a model with experts."""
-    if config.rollout.quantization == "float8":
-        raise ConfigError(
-            "config.rollout.quantization=float8 does not work with a mixture of experts, which the "
-            f"model {name} is; --config.rollout.quantization=none works"
-        )
-
-
 def _check_attention(role: "Role") -> None:
     """Raises: ConfigError for an attention without the model's sinks or soft cap."""
     config = role.spec.config
@@ -105,7 +94,7 @@ def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> N
         if model is None or model.delta is None:
             continue
         heads = model.delta.key_heads
-        refused = (*_refused(config, name), *_unlike_stages(config, model))
+        refused = (*_refused(config), *_unlike_stages(config, model))
         for given, works in (*refused, *_indivisible(config, name, heads)):
             raise ConfigError(
                 f"config.{given} does not work with layers of a gated delta rule, which the model "
@@ -113,12 +102,10 @@ def check_hybrids(config: Config, models: Mapping[str, ModelConfig | None]) -> N
             )
 
 
-def _refused(config: Config, name: str) -> Iterator[tuple[str, str]]:
-    """The settings of this config that a hybrid model `name` refuses, and what to set instead."""
+def _refused(config: Config) -> Iterator[tuple[str, str]]:
+    """The settings of this config that a hybrid model refuses, and what to set instead."""
     if config.exact == "strict":
         yield "exact=strict", "exact=repeatable"
-    if config.rollout.quantization == "float8" and name == "actor":
-        yield "rollout.quantization=float8", "rollout.quantization=none"
 
 
 def _unlike_stages(config: Config, model: ModelConfig) -> Iterator[tuple[str, str]]:

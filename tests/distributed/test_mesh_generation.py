@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from pieces import Pieces
-from tiny import model_config
+from tiny import DEEPSEEK, EXPERTS, GPT_OSS, HYBRID, MODEL, model_config
 
 from jaxrl_llm.distributed.layout import Layout, cuts_for, generation_layout, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -18,18 +18,24 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.families import config_from_hf
 
 VOCAB, P, R, N = 24, 6, 10, 24
 SPEC = model_spec(model_config(vocab_size=VOCAB, num_layers=1))
+QWEN3_NEXT = (
+    EXPERTS
+    | HYBRID
+    | {"model_type": "qwen3_next", "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
+)
 
 
-def inputs():
+def inputs(spec=SPEC):
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, VOCAB, (N, P)).astype(np.int32)
     lengths = rng.integers(1, P + 1, N).astype(np.int32)
     lengths[5] = 0  # a padding row
     params = jax.tree.map(
-        lambda x: x * 6 if x.ndim > 1 else x, init_params(SPEC, jax.random.key(3))
+        lambda x: x * 6 if x.ndim > 1 else x, init_params(spec, jax.random.key(3))
     )
     return params, tokens, lengths, np.arange(N, dtype=np.uint32), jax.random.key(1)
 
@@ -55,21 +61,44 @@ def on_mesh(layout, stored, sampling):
     return jax.jit(run)
 
 
-def place(layout, params, tokens, lengths, ids, key):
+def place(layout, params, tokens, lengths, ids, key, *, spec=SPEC):
     mesh = layout.mesh
-    params = jax.device_put(params, shardings(SPEC.axes, SPEC.params, mesh, layout.rules))
+    params = jax.device_put(params, shardings(spec.axes, spec.params, mesh, layout.rules))
     return params, *(jax.device_put(x, batch_sharding(mesh)) for x in (tokens, lengths, ids)), key
 
 
-def test_a_float8_rollout_with_heads_on_two_devices():
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ({}, {"fsdp": 4, "tensor": 2}),
+        (EXPERTS | {"num_hidden_layers": 1}, {"fsdp": 2, "expert": 2, "tensor": 2}),
+        pytest.param(GPT_OSS, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.ci),
+        pytest.param(EXPERTS, {"expert": 4, "tensor": 2}, marks=pytest.mark.ci),
+        pytest.param(EXPERTS, {"fsdp": 4, "expert": 2}, marks=pytest.mark.ci),
+        pytest.param(QWEN3_NEXT, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.ci),
+        pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.ci),
+    ],
+    ids=[
+        "dense",
+        "layer of experts",
+        "gpt_oss",
+        "experts",
+        "whole heads",
+        "hybrid of experts",
+        "deepseek",
+    ],
+)
+def test_a_float8_rollout_on_eight_devices(model, sizes):
     """Rounding to 8 bits may differ where sums do, so log-probs of equal tokens are compared."""
+    spec = model_spec(config_from_hf(MODEL | model)) if model else SPEC
     settings = GenerationSettings(sampling=GREEDY, num_slots=3, quantization="float8")
-    one = jax.jit(functools.partial(generate, SPEC, settings=settings))(*inputs())
-    mesh = make_mesh(fsdp=4, tensor=2)
-    layout, stored = layout_of(mesh), stored_in(mesh)
-    run = functools.partial(generate_on_mesh, SPEC, settings=settings)
+    one = jax.jit(functools.partial(generate, spec, settings=settings))(*inputs(spec))
+    mesh = make_mesh(**sizes)
+    heads = spec.config.num_kv_heads
+    layout, stored = generation_layout(mesh, heads), train_layout(mesh, heads)
+    run = functools.partial(generate_on_mesh, spec, settings=settings)
     compiled = jax.jit(functools.partial(run, layout=layout, stored=stored))
-    two = compiled(*place(stored, *inputs()))
+    two = compiled(*place(stored, *inputs(spec), spec=spec))
     same = np.cumprod(np.asarray(two.tokens == one.tokens), axis=1).astype(bool)
     assert same.mean() > 0.9
     gap = np.abs(np.asarray(two.logprobs - one.logprobs))[same]

@@ -301,11 +301,6 @@ def test_experts_have_neither_dora_nor_dropout(setting):
         lora.check()
 
 
-def test_experts_have_no_float8_form():
-    with pytest.raises(ValueError, match="rollout.quantization=none"):
-        model_spec(CONFIG, form="float8")
-
-
 def test_every_expert_starts_with_its_own_weights():
     params = init_params(model_spec(CONFIG), jax.random.key(0))
     gate = params["decoder"]["layers"]["0"]["mlp"]["gate"]["kernel"]

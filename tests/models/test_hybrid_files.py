@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny import HYBRID, MODEL
 from tiny_models import CONFIGS, HYBRID_EXPERTS, random_tensors, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import import_params
 from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, read_lora
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import families
-from jaxrl_llm.models.base import frozen_spec, model_spec
+from jaxrl_llm.models.base import frozen_spec
 from jaxrl_llm.models.config import ModelConfig
 
 EXPERTS = HYBRID_EXPERTS.mixture
@@ -79,12 +78,6 @@ def test_a_config_that_no_hybrid_family_has(changes, message):
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     with pytest.raises(ValueError, match=re.escape(message)):
         families.check_family(ModelConfig(**(fields | changes)))
-
-
-def test_forms_that_were_not_made_are_refused():
-    config = families.config_from_hf(MODEL | HYBRID)
-    with pytest.raises(ValueError, match="rollout.quantization=none"):
-        model_spec(config, form="float8")
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float8"])

@@ -7,7 +7,7 @@ import pytest
 from tiny import HYBRID, MODEL
 from tiny_iteration import open_iteration, tiny_config
 
-from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.config import ConfigError, MeshConfig, load_config
 from jaxrl_llm.launch.described_models import check_models
 
 OF_ACTOR = {f"actor.hf_config.{key}": value for key, value in (MODEL | HYBRID).items()}
@@ -33,7 +33,6 @@ EIGHT_LAYERS = {f"{role}.hf_config.num_hidden_layers": 8 for role in ("actor", "
         ({"mesh.fsdp": 4, "mesh.generation.tensor": 4}, "--config.mesh.generation.tensor=2 works"),
         ({"mesh.fsdp": 4, "actor.tensor": 4}, "--config.actor.tensor=2 works"),
         ({"exact": "strict"}, "--config.exact=repeatable works"),
-        ({"rollout.quantization": "float8"}, "--config.rollout.quantization=none works"),
         ({"actor.hf_config.linear_num_key_heads": 3}, "value_heads 4 is not a multiple"),
         ({"actor.hf_config.linear_conv_kernel_dim": 1}, "conv_size is 1: it must be at least 2"),
         ({"actor.hf_config.num_hidden_layers": 1}, "at least one layer has attention"),
@@ -72,6 +71,6 @@ def test_the_plan_asks_again():
     """A model of a hub is known only then."""
     config = tiny_config(model_reward=False)
     config = replace(config, actor=replace(config.actor, hf_config=MODEL | HYBRID))
-    config = replace(config, rollout=replace(config.rollout, quantization="float8"))
-    with pytest.raises(ConfigError, match=re.escape("rollout.quantization=none works")):
+    config = replace(config, mesh=MeshConfig(tensor=4))
+    with pytest.raises(ConfigError, match=re.escape("mesh.tensor=2 --config.mesh.fsdp=2 works")):
         open_iteration(config)

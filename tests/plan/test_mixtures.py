@@ -71,7 +71,6 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
         ({"vocab_size": 96}, {"actor": {"router_aux_loss_by_layer": True}}, "by_layer=False works"),
         ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
-        (EXPERTS, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
         (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (OLMOE, {}, "olmoe has no scalar model"),
         (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
@@ -87,7 +86,6 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
         (DEEPSEEK, {"actor": {"scan_layers": True}}, "set scan_layers to false"),
         (DEEPSEEK, {"exact": "strict"}, "with latent are not .*exact=repeatable"),
         (GPT_OSS | {"sliding_window": None, "layer_types": None}, {"exact": "strict"}, "sinks"),
-        (DEEPSEEK, {"rollout": {"quantization": "float8"}}, "quantization=none works"),
         (DEEPSEEK | {"num_key_value_heads": 2}, {}, "num_kv_heads 2 with latent attention"),
     ],
 )

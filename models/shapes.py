@@ -236,6 +236,15 @@ def shared_matmuls(config: ModelConfig, layer: int) -> int:
     return attention_matmuls(config, layer) + D * mixture.num_experts + shared
 
 
+def wide_matmuls(config: ModelConfig, layer: int) -> int:
+    """Parameters of `shared_matmuls` that generation in float8 has in the model's dtype."""
+    rule = config.delta is not None and config.is_linear(layer)
+    mixer = attention_matmuls(config, layer) if rule or config.latent is not None else 0
+    if (mixture := config.mixture_of(layer)) is None:
+        return mixer
+    return mixer + config.hidden_size * (mixture.num_experts + mixture.shared_gate)
+
+
 def expert_matmuls(config: ModelConfig) -> int:
     """Parameters of the matmuls of one expert that tokens choose."""
     return 0 if config.mixture is None else 3 * config.hidden_size * config.mixture.expert_size

@@ -19,6 +19,7 @@ from jaxrl_llm.planner.packing import (
     learned_parameters,
     rows_of,
     stored_parameters,
+    wide_weights,
 )
 from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
 
@@ -99,15 +100,24 @@ def _generation(
     copies = not model.adapters or model.generates_merged or devices.switches
     weights = sampled_bytes(model, dtype) if copies and not own_weights else 0.0
     if rollout.quantization == "float8":
-        weights += model.config.num_layers * layer_weights(model.config)
+        weights += float8_bytes(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
     # Of each slot, of each prompt that waits for slots, and of the slots of the first tail again.
-    states, slots = state_bytes_per_slot(model.config, itemsize) / tensor, slots_of(work, samples)
+    states, slots = (
+        state_bytes_per_slot(model.config, BYTES[dtype]) / tensor,
+        slots_of(work, samples),
+    )
     tail = (*default_tails(slots, samples.longest_response), 0)[0]
     cache_of_states = states * (slots + len(samples.prompts) + tail)
     logits = slots * model.config.vocab_size * 4
     cache_of_keys = cache / _kv_parts(model.config, tensor)
     return weights / tensor + cache_of_keys + cache_of_states + logits / tensor
+
+
+def float8_bytes(config: ModelConfig) -> float:
+    """Bytes of what generation in float8 makes of the layers' weights: values and scales."""
+    weights = layer_weights(config) - wide_weights(config)
+    return config.num_layers * (weights + layer_outputs(config) * SCALE)
 
 
 def sampled_bytes(model: Model, dtype: str) -> float:

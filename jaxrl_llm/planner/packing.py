@@ -7,7 +7,12 @@ from functools import cache
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.shapes import expert_matmuls, num_parameters, shared_matmuls
+from jaxrl_llm.models.shapes import (
+    expert_matmuls,
+    num_parameters,
+    shared_matmuls,
+    wide_matmuls,
+)
 from jaxrl_llm.planner.work import Model, Samples
 
 
@@ -81,6 +86,11 @@ def layer_weights(config: ModelConfig, experts: float | None = None) -> float:
         return shared_matmuls(config, 0) + chosen
     every = sum(shared_matmuls(config, i) for i in range(config.num_layers))
     return (every + config.num_expert_layers * chosen) / config.num_layers
+
+
+def wide_weights(config: ModelConfig) -> float:
+    """`layer_weights` that generation in float8 has in the model's dtype."""
+    return sum(wide_matmuls(config, i) for i in range(config.num_layers)) / config.num_layers
 
 
 def copied_elements(config: ModelConfig) -> int:

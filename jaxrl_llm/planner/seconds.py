@@ -25,6 +25,7 @@ from jaxrl_llm.planner.packing import (
     learned_parameters,
     read_weights,
     rows_of,
+    wide_weights,
 )
 from jaxrl_llm.planner.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
 from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
@@ -258,15 +259,18 @@ def _decode_seconds(
     config, rates, rollout = model.config, devices.rates, work.config.rollout
     tensor = devices.tensor("generate")
     itemsize = BYTES[rollout.dtype or model.settings.dtype]
-    small = 1 if rollout.quantization == "float8" else itemsize
+    quantized = rollout.quantization == "float8"
+    small = 1 if quantized else itemsize
     layers, head = config.num_layers * active_weights(config), head_weights(model)
     read = config.num_layers * read_weights(config, float(live.mean()) if len(live) else 0.0)
     float8 = model.float8 and not model.generates_merged
     # Triton reads float8 as it is, and so do the grouped matmuls of experts.
-    grouped = float8 and config.mixture is not None
+    grouped = (float8 or quantized) and config.mixture is not None
     copied = float8 and not grouped and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
     of_weight = 1 if float8 and not copied else small
-    bytes_read = read * of_weight / (DEQUANTIZED if grouped else 1.0) + head * itemsize
+    wide = config.num_layers * wide_weights(config) if quantized else 0.0
+    bytes_read = (read - wide) * of_weight / (DEQUANTIZED if grouped else 1.0)
+    bytes_read += (wide + head) * itemsize
     weights = bytes_read / tensor / rates.memory
     flops = 2.0 * live * (layers + head) / tensor
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)

@@ -103,10 +103,8 @@ def _generation(
         weights += float8_bytes(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
     # Of each slot, of each prompt that waits for slots, and of the slots of the first tail again.
-    states, slots = (
-        state_bytes_per_slot(model.config, BYTES[dtype]) / tensor,
-        slots_of(work, samples),
-    )
+    states = state_bytes_per_slot(model.config, BYTES[dtype]) / tensor
+    slots = slots_of(work, samples)
     tail = (*default_tails(slots, samples.longest_response), 0)[0]
     cache_of_states = states * (slots + len(samples.prompts) + tail)
     logits = slots * model.config.vocab_size * 4

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 
 from jaxrl_llm.generation.engine import FEWEST_WITHOUT_TRITON
+from jaxrl_llm.kernels.grouped_matmul import TILE
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.models.shapes import expert_matmuls
@@ -263,11 +264,14 @@ def _decode_seconds(
     small = 1 if quantized else itemsize
     layers, head = config.num_layers * active_weights(config), head_weights(model)
     read = config.num_layers * read_weights(config, float(live.mean()) if len(live) else 0.0)
-    float8 = model.float8 and not model.generates_merged
-    # Triton reads float8 as it is, and so do the grouped matmuls of experts.
-    grouped = (float8 or quantized) and config.mixture is not None
-    copied = float8 and not grouped and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
-    of_weight = 1 if float8 and not copied else small
+    frozen = model.float8 and not model.generates_merged
+    # Triton reads float8 as it is, and so do the grouped matmuls of experts in whole tiles.
+    grouped = (frozen or quantized) and _whole_tiles(config, tensor)
+    if config.mixture is None:
+        copied = frozen and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
+    else:
+        copied = (frozen or quantized) and not grouped
+    of_weight = itemsize if copied else 1 if frozen else small
     wide = config.num_layers * wide_weights(config) if quantized else 0.0
     bytes_read = (read - wide) * of_weight / (DEQUANTIZED if grouped else 1.0)
     bytes_read += (wide + head) * itemsize
@@ -276,7 +280,7 @@ def _decode_seconds(
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * tensor)
     rate = rate * live / (live + FEW_ROWS) / (itemsize / 2)
     matmuls = np.maximum(weights, flops / rate)
-    if copied:  # a step writes the weights of float8 projections before it reads them
+    if copied:  # a step writes the weights of float8 projections, or experts, before it reads them
         matmuls += read * (1 + itemsize) / tensor / (rates.memory * DEQUANTIZED)
     n = samples.responses.shape[1]
     reads = live if n == 1 else np.minimum(live, SHARED_PROMPT * np.ceil(live / n))
@@ -289,6 +293,17 @@ def _decode_seconds(
         fixed += _adapters_seconds(model, devices)
     sampling = live * config.vocab_size * SAMPLING_BYTES / tensor / rates.memory
     return float((matmuls + cache + fixed + sampling).sum()), float(flops.sum())
+
+
+def _whole_tiles(config: ModelConfig, tensor: int) -> bool:
+    """Whether the grouped matmuls read float8 experts as they are; False without experts.
+
+    `tensor` devices have a part of each expert.
+    """
+    mixture = config.mixture
+    return mixture is not None and not (
+        config.hidden_size % TILE or mixture.expert_size % (TILE * tensor)
+    )
 
 
 def _adapters_seconds(model: Model, devices: Devices) -> float:

@@ -47,9 +47,15 @@ def _kernels_and_scales(tree: Any) -> Iterator[tuple[Any, Any]]:
             yield from _kernels_and_scales(value)
 
 
-def test_a_float8_rollout_of_experts_reads_half_of_the_bytes_slower():
-    """The weights of experts bound the steps: 1 byte at 0.65 of the rate, and not 2."""
-    shape = replace(SHAPES["qwen3-30b-a3b"], num_layers=8, sliding_window=(None,) * 8)
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("qwen3-30b-a3b", 0.7, 0.9), ("gpt-oss-20b", 2.0, 4.0)]
+)
+def test_experts_in_float8_save_time_where_they_are_read_as_they_are(name, least, most):
+    """The weights of experts bound the steps. A byte at 0.65 of the rate takes less than two.
+
+    A size of 2,880 is not whole tiles: each step reads a byte, writes two and reads them again.
+    """
+    shape = replace(SHAPES[name], num_layers=8, sliding_window=SHAPES[name].sliding_window[:8])
     config = large(rollout=c.RolloutConfig(n=4, num_slots=64))
     config = replace(config, actor=replace(config.actor, hf_config=to_hf_config(shape)))
 
@@ -60,4 +66,4 @@ def test_a_float8_rollout_of_experts_reads_half_of_the_bytes_slower():
         fixed = 1024 * 8 * (DECODE_LAYER + ROUTING)
         return gen.compute - fixed
 
-    assert 0.7 < found("float8") / found("none") < 0.9
+    assert least < found("float8") / found("none") < most

@@ -380,6 +380,32 @@ def test_float8(samples, monkeypatch):
     assert triton.count(("bf16", "bf16")) + text.count('"__cublas$lt$matmul"') == 1
 
 
+def test_a_decode_step_reads_experts_in_float8_as_they_are(monkeypatch):
+    """The grouped matmuls take them; no step writes them in bf16."""
+    for module in ("kernels.float8", "kernels.grouped_matmul", "models.expert_rows"):
+        monkeypatch.setattr(f"jaxrl_llm.{module}.on_hopper", lambda: True)
+    whole = SHAPES["qwen3-30b-a3b"]
+    mixture = replace(whole.mixture, num_experts=16)
+    config = replace(whole, num_layers=1, sliding_window=(None,), mixture=mixture)
+    spec = model_spec(config, dtype="bfloat16")
+    sampling, slots = SamplingParams(max_new_tokens=64), FEWEST_WITHOUT_TRITON
+    settings = GenerationSettings(
+        sampling=sampling, group=GROUP, attention="pallas", quantization="float8"
+    )
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    inputs = (spec.params, ints((slots, PROMPT)), ints((slots,)), ints((slots,)), key)
+    lowered = jax.jit(functools.partial(generate, spec, settings=settings)).lower(*abstract(inputs))
+    text = lowered.compile(compiler_options=options_of_a_run(slots)).as_text()
+    (body,) = innermost_loops(text)
+    assert large_copies(computations(text), body) == []
+    experts = [line for line in body if "mosaic_gpu" in line and "f8e4m3fn[16," in line]
+    assert sum("[16,2048,768]" in x or "[16,768,2048]" in x for x in experts) == 3
+    assert not any(f"bf16[16,{sizes}]" in x for sizes in ("2048,768", "768,2048") for x in body)
+    # Attention is computed in 8 bits, and the head is not.
+    assert sum('"__cublas$lt$matmul$f8"' in line for line in body) == 2
+
+
 def test_a_decode_step_reads_a_base_in_float8_as_it_is():
     """A copy of 4,096 x 8,192 weights in bf16 would take 67 MB."""
     values = jax.ShapeDtypeStruct((4096, 8192), FLOAT8)

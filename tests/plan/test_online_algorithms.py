@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny import GPT_OSS
+from tiny import EXPERTS, GPT_OSS
 from tiny_iteration import MODEL, PROMPTS, N, first_states, open_iteration, packed, run_step
 from tiny_iteration import tiny_config as with_sizes
 
@@ -159,21 +159,24 @@ def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
 
 
 @pytest.mark.parametrize(
-    ("quantization", "model", "least", "most"),
+    ("quantization", "model", "rank", "least", "most"),
     [
-        ("float8", {}, 1e-3, 0.3),
-        ("float8", GPT_OSS, 1e-3, 0.3),
-        pytest.param("none", {}, 0, 1e-4, marks=pytest.mark.slow),
+        ("float8", {}, 0, 1e-3, 0.3),
+        ("float8", GPT_OSS, 0, 1e-3, 0.3),
+        pytest.param("float8", EXPERTS, 2, 1e-3, 0.3, marks=pytest.mark.slow),
+        pytest.param("none", {}, 0, 0, 1e-4, marks=pytest.mark.slow),
     ],
-    ids=["float8", "gpt_oss in float8", "full"],
+    ids=["float8", "gpt_oss in float8", "merged adapters of experts in float8", "full"],
 )
 def test_a_rollout_is_corrected_by_importance(
-    quantization: str, model: dict[str, Any], least: float, most: float
+    quantization: str, model: dict[str, Any], rank: int, least: float, most: float
 ):
     """The weights of the update are the sampler's own distance from the trainer, cut."""
     config = config_of("grpo", rollout_is="token", rollout_is_threshold=1.01, use_kl_loss=False)
     config = replace(config, rollout=replace(config.rollout, quantization=quantization))
-    config = replace(config, actor=replace(config.actor, hf_config=config.actor.hf_config | model))
+    lora = c.LoraConfig(rank=rank)
+    actor = replace(config.actor, hf_config=config.actor.hf_config | model, lora=lora)
+    config = replace(config, actor=actor)
     iteration = open_iteration(config)
     _, batch, metrics = run_step(iteration, first_states(iteration), 1)
     real = np.asarray(batch.mask) > 0

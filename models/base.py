@@ -278,14 +278,17 @@ def _in_heads(leaf: jax.Array, size: int) -> jax.Array:
 def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
     """The model with its layers' projections in float8_e4m3fn. Call it inside jit.
 
-    Each output of a kernel has its own float32 scale, a power of two for experts. The embedding,
-    the head, norms, biases and modules without a float8 form keep their dtype: routers, latent
-    attention and gated delta rules. The result is for generation only; it cannot be trained.
+    Each output of a kernel has its own float32 scale, a power of two for experts. Results have the
+    dtype of the embedding, in which the model computes. The embedding, the head, norms, biases and
+    modules without a float8 form keep their dtype: routers, latent attention and gated delta rules.
+    The result is for generation only; it cannot be trained.
 
     Heads may be split over devices in a model whose projections are separate.
     """
     forms: dict[Form, Form] = {"merged": "float8", "separate": "float8_separate"}
-    quantized = model_spec(spec.config, spec.kind, spec.dtype, form=forms[spec.form])
+    # Parameters that were cast for generation have another dtype than their spec.
+    dtype = bind(spec, params).unembedding().dtype
+    quantized = model_spec(spec.config, spec.kind, dtype, form=forms[spec.form])
 
     def small(old: Any, new: Any) -> Any:
         """Those of `old` in float8 that are in it in `new`."""

@@ -102,6 +102,10 @@ class ModelSpec:
         """The dtype of most weights: `dtype`, or float8 where the projections are frozen in it."""
         return FLOAT8_BASE if self.form == FROZEN else self.dtype
 
+    def of_dtype(self, dtype: Any) -> "ModelSpec":
+        """The model of parameters in another dtype, such as those that were cast for a pass."""
+        return model_spec(self.config, self.kind, dtype, form=self.form, lora=self.lora)
+
     @property
     def learned(self) -> Params:
         """The parameters that a training changes: all, or those that are not the base's."""
@@ -279,16 +283,14 @@ def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Pa
     """The model with its layers' projections in float8_e4m3fn. Call it inside jit.
 
     Each output of a kernel has its own float32 scale, a power of two for experts. Results have the
-    dtype of the embedding, in which the model computes. The embedding, the head, norms, biases and
-    modules without a float8 form keep their dtype: routers, latent attention and gated delta rules.
-    The result is for generation only; it cannot be trained.
+    dtype of the spec. The embedding, the head, norms, biases and modules without a float8 form keep
+    their dtype: routers, latent attention and gated delta rules. The result is for generation only;
+    it cannot be trained.
 
     Heads may be split over devices in a model whose projections are separate.
     """
     forms: dict[Form, Form] = {"merged": "float8", "separate": "float8_separate"}
-    # Parameters that were cast for generation have another dtype than their spec.
-    dtype = bind(spec, params).unembedding().dtype
-    quantized = model_spec(spec.config, spec.kind, dtype, form=forms[spec.form])
+    quantized = model_spec(spec.config, spec.kind, spec.dtype, form=forms[spec.form])
 
     def small(old: Any, new: Any) -> Any:
         """Those of `old` in float8 that are in it in `new`."""

@@ -360,7 +360,8 @@ def _engine(
     in_chunks = settings.strict is not None and not settings.strict.kernels
     split = heads is not None or in_chunks
     if not formed:
-        spec, params = _generation_form(spec, params, settings, split=split)
+        # A role's weights were cast: its spec has the dtype in which they are stored.
+        spec, params = _generation_form(spec.of_dtype(dtype), params, settings, split=split)
     how = {"attention": settings.attention, "heads": heads}
     sampling = settings.sampling
     step = partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how)

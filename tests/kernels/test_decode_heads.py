@@ -14,6 +14,9 @@ from tiny_iteration import random_params
 from tiny_models import CONFIGS
 
 from jaxrl_llm.generation import kv_cache
+from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.kernels.decode_attention import (
     DecodeInputs,
     DecodeTuning,
@@ -28,6 +31,7 @@ from jaxrl_llm.kernels.decode_attention.heads import (
     queries_and_entries,
 )
 from jaxrl_llm.kernels.strict import Strict, strict_scope
+from jaxrl_llm.models import attention
 from jaxrl_llm.models.attention import Attention, Mixers
 from jaxrl_llm.models.base import bind, init_params, merge_projections, model_spec
 from jaxrl_llm.models.layers import apply_rope, rope_tables
@@ -197,6 +201,7 @@ def decoded(config, monkeypatch, attend_heads, dtype="bfloat16", slots=2, merged
         page_entries=kv_cache.page_entries(config, jnp.dtype(dtype), 4),
         num_slots=slots,
         dtype=jnp.dtype(dtype),
+        state_dtype=jnp.dtype(dtype),
     )
     found = []
     for length in (1, 2):
@@ -291,3 +296,30 @@ def test_what_fits():
     assert not fits((1, 48, 128), dtype=jnp.float32) and not fits((1, 48, 128), num_pairs=32)
     assert not fits((1, 48, 96), num_pairs=48)
     assert not fits((few, 48, 128), with_norms=False) and fits((many, 48, 128), with_norms=False)
+
+
+@pytest.mark.parametrize("quantization", ["none", "float8"])
+def test_weights_that_were_cast_meet_kernels_in_their_dtype(quantization, monkeypatch):
+    """A role's spec has the dtype of its stored weights, which no kernel may be chosen by."""
+    spec, seen = model_spec(SERVED["qwen3"]), []
+    assert spec.dtype == "float32"
+
+    def fits(shape, dtype, *_, **__):
+        seen.append(jnp.dtype(dtype))
+        return False
+
+    def attended(q, k, v, **_):
+        seen.extend((q.dtype, k.dtype, v.dtype))
+        return q
+
+    monkeypatch.setattr(attention, "heads_fit", fits)
+    monkeypatch.setattr(kv_cache, "attention", attended)
+    settings = GenerationSettings(
+        sampling=SamplingParams(max_new_tokens=4), attention="pallas", quantization=quantization
+    )
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), spec.params)
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = (params, ints((2, 128)), ints((2,)), ints((2,)), key)
+    jax.eval_shape(partial(generate, spec, settings=settings), *arguments)
+    assert len(seen) >= 3 and set(seen) == {jnp.dtype("bfloat16")}

@@ -4,7 +4,6 @@ import itertools
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from tiny_models import HYBRID_EXPERTS
 from jaxrl_llm.distributed.layout import train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.sharding import shardings
-from jaxrl_llm.learner.train_state import cast
-from jaxrl_llm.models.base import bind, merge_projections, model_spec, quantize_projections
+from jaxrl_llm.models.base import merge_projections, model_spec, quantize_projections
 from jaxrl_llm.models.experts import Experts
 from jaxrl_llm.models.families import config_from_hf
 
@@ -120,17 +118,3 @@ def test_weights_on_a_mesh_have_the_bits_of_one_device(name):
     E, _, F = scale.shape
     assert scale.sharding.shard_shape(scale.shape) == (E // 2, 1, F // 2)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, split), run(given))
-
-
-def test_results_have_the_dtype_of_parameters_that_were_cast():
-    """Not that of a spec in float32: attention in bfloat16 would get values in float32."""
-    spec = model_spec(CONFIGS["experts"])
-    merged_spec, merged = merge_projections(spec, random_params(spec.params, 0))
-
-    def of_attention(dtype, params):
-        quantized, small = quantize_projections(merged_spec, cast(params, dtype))
-        return bind(quantized, small).decoder.layers["0"].attention.qkv(jnp.ones((1, 2, 32)))
-
-    for dtype in ("bfloat16", "float32"):
-        found = jax.eval_shape(partial(of_attention, dtype), merged)
-        assert found.dtype == dtype

@@ -32,10 +32,9 @@ def compiler() -> "plgpu.CompilerParams":
     )
 
 
-def column_tile(outputs: int) -> tuple[int, int]:
-    """Columns of a tile of 128 rows, and the stages for which shared memory is left."""
-    columns = next(c for c in COLUMN_TILES if outputs % c == 0)
-    return columns, 4 if columns == 256 else 6
+def column_tile(outputs: int) -> int:
+    """Columns of a tile."""
+    return next(c for c in COLUMN_TILES if outputs % c == 0)
 
 
 def cumulative(counts: jax.Array) -> jax.Array:

@@ -104,8 +104,7 @@ def default_tile(
     for few rows.
     """
     few = float8 or rank > 0 or rows < CONSUMERS * CHUNK * groups
-    columns, _ = column_tile(outputs)
-    tile = Tile(chunks=1 if few else CONSUMERS, columns=columns)
+    tile = Tile(chunks=1 if few else CONSUMERS, columns=column_tile(outputs))
     return replace(tile, stages=_stages_that_fit(tile, float8, rank))
 
 
@@ -132,7 +131,8 @@ def multiply_rows(
 
     `transposed` contracts the weights' last dim: x is [M, F], the result [M, D].
 
-    Requires: float8 weights and extras are not transposed.
+    Requires: float8 weights and extras are not transposed; float8 weights and factors have tiles of
+        one chunk.
     """
     G, D, F = weights_GDF.shape
     extras = extras or Extras()
@@ -140,6 +140,7 @@ def multiply_rows(
     assert not (transposed and (float8 or any(e is not None for e in extras)))
     outputs = D if transposed else F
     tile = tile or default_tile(x_MD.shape[0], G, outputs, float8=float8, rank=extras.rank)
+    assert tile.chunks == 1 or not (float8 or extras.rank)
     run = _lowered_once if interpret is None else _run  # no jit in interpret mode
     jobs = row_tiles(sizes_G, x_MD.shape[0], tile.chunks)
     return run(x_MD, weights_GDF, *jobs, extras, transposed, tile, interpret)

@@ -60,7 +60,8 @@ def weights_gradient(
 
     Requires: M is a multiple of `ALIGNED`.
     """
-    outputs, stages = column_tile(gradient_MF.shape[1])
+    outputs = column_tile(gradient_MF.shape[1])
+    stages = 4 if outputs == 256 else 6  # for which shared memory has room
     tile = tile or Tile(outputs=outputs, stages=stages)
     sizes_G = sizes_G.astype(jnp.int32)
     groups_G2 = jnp.stack([cumulative(sizes_G) - sizes_G, sizes_G], axis=1)

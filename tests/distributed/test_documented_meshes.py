@@ -32,6 +32,7 @@ EVERY = [
 @pytest.mark.parametrize("page", PAGES)
 def test_the_page_has_rows(page):
     assert len(rows_of(page)) == PAGES[page]
+    assert all(any(word in row for row in ROWS) for word in FAST)
 
 
 @pytest.mark.parametrize("flags", EVERY)

@@ -73,10 +73,10 @@ def place(layout, params, tokens, lengths, ids, key, *, spec=SPEC):
         ({}, {"fsdp": 4, "tensor": 2}),
         (EXPERTS | {"num_hidden_layers": 1}, {"fsdp": 2, "expert": 2, "tensor": 2}),
         pytest.param(GPT_OSS, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.ci),
-        pytest.param(EXPERTS, {"expert": 4, "tensor": 2}, marks=pytest.mark.ci),
-        pytest.param(EXPERTS, {"fsdp": 4, "expert": 2}, marks=pytest.mark.ci),
+        pytest.param(EXPERTS, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {"fsdp": 4, "expert": 2}, marks=pytest.mark.slow),
         pytest.param(QWEN3_NEXT, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.ci),
-        pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.ci),
+        pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=[
         "dense",

@@ -99,14 +99,14 @@ class StoredPrograms:
     def save(self, name: str, compiled: Any) -> None:
         """Write an executable that has no file.
 
-        A folder that takes none ends no run, nor does a program that XLA cannot write, such as one
-        that sorts on a CPU, once it has run.
+        A folder that takes none ends no run, nor does a program that cannot be written, such as
+        one that sorts on a CPU, once it has run.
         """
         if not name or self.has(name):
             return
         try:
             stored = serialize_executable.serialize(compiled)
-        except jax.errors.JaxRuntimeError:
+        except Exception:  # XLA and pickle have errors of their own
             return
         data = pickle.dumps((_device_ids(compiled), *stored))
         with contextlib.suppress(OSError):

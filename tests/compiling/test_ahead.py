@@ -156,6 +156,25 @@ def test_a_known_program_runs_before_the_next_one_is_lowered(folder):
     assert seen == ["lower a", "lower b"], "what is on disk was compiled"
 
 
+def test_a_new_program_of_a_cpu_is_on_disk_before_it_runs(folder, monkeypatch):
+    """XLA writes none there that sorts and has run. Another is still lowered when it runs."""
+    monkeypatch.setattr(ahead, "times_kernels", lambda: False)
+    seen, ran = [], threading.Event()
+    a, b = Lowered("a", seen), Lowered("b", seen)
+
+    def links():
+        yield a, ()
+        assert ran.wait(TIMEOUT_S)
+        yield b, ()
+
+    compilers = Compilers()
+    compilers.begin([CompileJob([a, b], links())])
+    assert compilers.ready(a) == "compiled a"
+    assert [file.read_text() for file in folder.iterdir()] == ["compiled a"]
+    ran.set()
+    compilers.ready(b)
+
+
 def test_a_program_that_times_kernels_is_compiled_when_the_device_is_idle(folder):
     """`b` is new: it waits until `a` has run, and nothing else does."""
     seen = []

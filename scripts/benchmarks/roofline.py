@@ -15,6 +15,7 @@ from jaxrl_llm.models.flops import (
     matmul_parameters,
     state_bytes_per_slot,
 )
+from jaxrl_llm.models.shapes import expert_matmuls, wide_matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +59,18 @@ def decode_seconds(
 
     A step takes max(weights / memory, FLOPs / matmul) + KV bytes / memory. Each sequence reads its
     own prompt, also where a group could share it, so sharing may exceed this bound. States of a
-    gated delta rule are read and written. In bf16; with `float8` the layers' projections and the
-    cache are in 8 bits, and the head is not.
+    gated delta rule are read and written. In bf16; with `float8` the cache is in 8 bits, and so is
+    what `_layers` says.
     """
     ends = np.sort(np.asarray(lengths))
     steps = np.arange(ends[-1])
     live = len(ends) - np.searchsorted(ends, steps, side="right")
     head = config.vocab_size * config.hidden_size
-    layers = matmul_parameters(config) - head
-    itemsize, matmul = (1, limits.matmul_float8) if float8 else (2, limits.matmul)
-    weights = (layers * itemsize + head * 2) / limits.memory
-    dense = np.maximum(weights, 2.0 * live * (layers / matmul + head / limits.matmul))
-    moved = live * (prompt_length + steps) * kv_bytes_per_token(config, itemsize)
-    moved = moved + 2.0 * live * state_bytes_per_slot(config, itemsize)
+    read, of_token = _layers(config, float8, limits)
+    weights = (read + head * 2) / limits.memory
+    dense = np.maximum(weights, live * (of_token + 2.0 * head / limits.matmul))
+    moved = live * (prompt_length + steps) * kv_bytes_per_token(config, 1 if float8 else 2)
+    moved = moved + 2.0 * live * state_bytes_per_slot(config)
     return float(np.sum(dense + moved / limits.memory))
 
 
@@ -83,10 +83,28 @@ def prefill_flops(config: ModelConfig, lengths: Sequence[int]) -> float:
 def prefill_seconds(
     config: ModelConfig, lengths: Sequence[int], *, float8: bool = False, limits: Limits = H200
 ) -> float:
-    """Least seconds of computing distinct prompts; with `float8` the projections are in 8 bits."""
+    """Least seconds of computing distinct prompts; with `float8` as `_layers` says."""
     head = config.vocab_size * config.hidden_size
     projections = 2.0 * (matmul_parameters(config) - head) * sum(lengths)
     attention = prefill_flops(config, lengths) - projections
-    return projections / (limits.matmul_float8 if float8 else limits.matmul) + (
-        attention / limits.matmul
-    )
+    _, of_token = _layers(config, float8, limits)
+    return of_token * sum(lengths) + attention / limits.matmul
+
+
+def _layers(config: ModelConfig, float8: bool, limits: Limits) -> tuple[float, float]:
+    """Bytes of the layers' weights that one token reads, and the seconds of its matmuls.
+
+    In float8, chosen experts have 8-bit weights and bf16 inputs. Routers, latent attention and
+    gated delta rules stay in bf16.
+    """
+    layers = matmul_parameters(config) - config.vocab_size * config.hidden_size
+    if not float8:
+        return 2.0 * layers, 2.0 * layers / limits.matmul
+    in_bf16 = sum(wide_matmuls(config, i) for i in range(config.num_layers))
+    chosen = 0
+    if (mixture := config.mixture) is not None:
+        each = mixture.experts_per_token * expert_matmuls(config)
+        chosen = config.num_expert_layers * each
+    by_bf16 = in_bf16 + chosen
+    seconds = by_bf16 / limits.matmul + (layers - by_bf16) / limits.matmul_float8
+    return layers + float(in_bf16), 2.0 * seconds

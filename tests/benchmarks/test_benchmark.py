@@ -33,15 +33,6 @@ from benchmarks.harness import (
 from benchmarks.options import read_options
 from benchmarks.profile import summarise_cpu, summarise_gpu
 from benchmarks.records import Row
-from benchmarks.roofline import (
-    H100,
-    H200,
-    Limits,
-    decode_seconds,
-    kv_bytes_per_token,
-    limits_of,
-    prefill_seconds,
-)
 from jaxrl_llm.config import ActorConfig, Config, ConfigError
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.kernels.gated_delta import (
@@ -57,7 +48,6 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.flops import (
     attention_flops,
     forward_flops,
-    matmul_parameters,
     training_flops,
 )
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
@@ -195,73 +185,6 @@ def test_the_check_of_a_hybrid_has_gradients_where_kernels_run(monkeypatch):
 def test_peak_of_a_device(kind, peak):
     hardware = hardware_of(kind)
     assert (hardware and hardware.flops) == peak
-
-
-SLOW = Limits(memory=1e9, matmul=1e11, matmul_float8=1.5e11, peak=1e12, link=1e9)
-
-
-@pytest.mark.parametrize("float8", [False, True])
-def test_decode_bound_sums_the_steps(float8):
-    """In float8 all but the head is in 8 bits; the tiny model's head is its embedding."""
-    config, lengths = SHAPES["tiny"], (3, 9, 1, 9)
-    head = config.vocab_size * config.hidden_size
-    layers, itemsize = num_parameters(config) - head, 1 if float8 else 2
-    seconds = 0.0
-    for step in range(max(lengths)):
-        live = sum(length > step for length in lengths)
-        multiplied = 2 * layers * live / (1.5e11 if float8 else 1e11) + 2 * head * live / 1e11
-        dense = max((itemsize * layers + 2 * head) / 1e9, multiplied)
-        seconds += dense + live * (7 + step) * kv_bytes_per_token(config, itemsize) / 1e9
-    found = decode_seconds(config, 7, lengths, float8=float8, limits=SLOW)
-    assert found == pytest.approx(seconds)
-
-
-def test_decode_bound_of_a_hybrid_reads_and_writes_its_states():
-    """Four value heads of 6 x 5 float32 numbers, and windows of three tokens of 44 bf16 numbers."""
-    slow = dataclasses.replace(SLOW, matmul=1e20)
-    attention = dataclasses.replace(HYBRID_EXPERTS, delta=None)
-    with_states, without = (
-        decode_seconds(config, 7, (3, 1), limits=slow) for config in (HYBRID_EXPERTS, attention)
-    )
-    rules = HYBRID_EXPERTS.num_layers - HYBRID_EXPERTS.num_attention_layers
-    states = 2 * (3 + 1) * rules * (4 * 4 * 6 * 5 + 2 * 3 * (2 * 2 * 6 + 4 * 5)) / 1e9
-    fewer_keys = (
-        sum((7 + at) for at in (0, 1, 2, 0))
-        * rules
-        * (kv_bytes_per_token(attention) / attention.num_layers)
-        / 1e9
-    )
-    weights = 3 * 2 * (matmul_parameters(HYBRID_EXPERTS) - matmul_parameters(attention)) / 1e9
-    assert with_states - without == pytest.approx(states - fewer_keys + weights)
-
-
-@pytest.mark.parametrize(
-    ("device_kind", "limits"),
-    [("NVIDIA H200", H200), ("NVIDIA H100 80GB HBM3", H100), ("NVIDIA H100 PCIe", None)],
-)
-def test_each_card_has_its_own_limits(device_kind, limits):
-    assert limits_of(device_kind) is limits
-
-
-def test_prefill_bound_leaves_the_head_out():
-    config = SHAPES["qwen2.5-1.5b"]
-    D, F, L = config.hidden_size, config.intermediate_size, config.num_layers
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
-    multiplied = L * (2 * D * heads + 2 * D * kv_heads + 3 * D * F)
-    lengths = (512, 7)
-    projections = sum(2 * multiplied * n for n in lengths)
-    attention = sum(L * 2 * heads * n**2 for n in lengths) / 1e11
-    # Norms and biases are counted along.
-    found, small = (prefill_seconds(config, lengths, float8=x, limits=SLOW) for x in (False, True))
-    assert found == pytest.approx(projections / 1e11 + attention, rel=1e-3)
-    assert small == pytest.approx(projections / 1.5e11 + attention, rel=1e-3)
-
-
-def test_decode_bound_of_the_mix_is_the_known_one():
-    lengths = workloads.rl_mix_lengths()
-    rate = lengths.sum() / decode_seconds(SHAPES["qwen2.5-1.5b"], 512, tuple(lengths))
-    assert rate == pytest.approx(87_000, rel=0.03)
 
 
 # ------------------------------------------------------------------------- the command line

@@ -1,6 +1,7 @@
 """The gated delta rule, compiled for H200s: its kernels, its gradient, and heads of a mesh."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxrl_llm.kernels.gated_delta import (
     Streams,
     chunking_of,
     gated_delta,
+    gated_delta_states,
     gated_delta_step,
 )
 from jaxrl_llm.kernels.hopper import compiling_for_hopper
@@ -91,6 +93,29 @@ def test_a_gradient_has_no_scatter():
     program = compiled(jax.grad(total), traced)
     assert "while" not in operations(program)
     assert len(outputs_of(program, "gated_delta_scan")) == 2
+
+
+def test_a_prefill_keeps_the_chunks_of_one_layer():
+    """The states after a prompt are computed in their layer, and not after all of them."""
+    tokens = 2048
+
+    def run(inputs, start, last, layers):
+        found = []
+        for _ in range(layers):
+            out, states = gated_delta_states(inputs, chunking_of(Runs(start), W), last)
+            streams = inputs.streams._replace(v=jnp.tanh(out).astype(jnp.bfloat16))
+            inputs = inputs._replace(streams=streams)
+            found.append(states)
+        return out, found
+
+    rows = (array(1, tokens, dtype=jnp.int32), array(1, 1, dtype=jnp.int32))
+    one, four = (
+        compiled(partial(run, layers=layers), abstract((inputs_of(1, tokens), *rows)))
+        .memory_analysis()
+        .temp_size_in_bytes
+        for layers in (1, 4)
+    )
+    assert four - one < tokens // 64 * N * H * V * 4, "chunks of a second layer"
 
 
 def operations(program):

@@ -106,7 +106,9 @@ def gated_delta_states(
     start_BS = jnp.take_along_axis(chunking.runs.start_BT, at_BS, axis=1)
     seen_BSW = some_BS[..., None] & (tokens_BSW >= start_BS[..., None])
     window_BSWE = channels(inputs.streams)[rows_B1[..., None], jnp.maximum(tokens_BSW, 0)]
-    return out_BTNV, DeltaState(memory, jnp.where(seen_BSW[..., None], window_BSWE, 0))
+    found = DeltaState(memory, jnp.where(seen_BSW[..., None], window_BSWE, 0))
+    # Else XLA computes them after all layers, and keeps each layer's chunks until then.
+    return jax.lax.optimization_barrier((out_BTNV, found))
 
 
 def _by_chunks(

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.distributed.multihost import fetch
-from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.distributed.sharding import in_host_memory, second_array
 
 DIGESTS = "digests.json"
 PART = "digests-{}.json"  # the share of a process, until process 0 has taken it over
@@ -214,16 +214,17 @@ def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
     collectives at the same time can use up the threads of a CPU.
     """
     at_once = all(map(_is_in_one_device, arrays))
+    small = list(map(_is_small, arrays))
     found: list[Any] = []
-    for x in arrays:
-        numbers = x if _is_small(x) else _measure_array(x)
-        found.append(numbers if at_once or numbers is x else fetch(numbers))
+    for x, is_small in zip(arrays, small, strict=True):
+        numbers = second_array(x) if is_small else _measure_array(x)
+        found.append(numbers if at_once or is_small else fetch(numbers))
     for numbers in found:
         if isinstance(numbers, jax.Array):
             numbers.copy_to_host_async()
     return [
-        _measured(x, numbers_of(np, fetch(x)) if numbers is x else fetch(numbers))
-        for x, numbers in zip(arrays, found, strict=True)
+        _measured(x, numbers_of(np, fetch(numbers)) if is_small else fetch(numbers))
+        for x, numbers, is_small in zip(arrays, found, small, strict=True)
     ]
 
 

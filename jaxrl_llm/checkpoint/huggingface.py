@@ -26,6 +26,7 @@ from jaxrl_llm.checkpoint.safetensors_files import (
     write_model_files,
 )
 from jaxrl_llm.distributed import multihost
+from jaxrl_llm.distributed.sharding import second_array
 from jaxrl_llm.models.base import ModelSpec, Params
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.config_json import read_config_json
@@ -373,14 +374,7 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
 
 def _fetch(value: Any) -> np.ndarray:
     """The whole array on the host. `value` keeps no copy of it."""
-    if isinstance(value, jax.Array):
-        # A jax.Array keeps its numpy value once it was read, so the whole model would stay on the
-        # host. A second array on the same buffers keeps that copy instead, and is freed.
-        shards = [shard.data for shard in value.addressable_shards]
-        value = jax.make_array_from_single_device_arrays(
-            value.shape, value.sharding, shards, dtype=value.dtype
-        )
-    return multihost.fetch(value)
+    return multihost.fetch(second_array(value))
 
 
 def _check_tokenizer_source(source: str | Path | Tokenizer, directory: Path) -> Path | Tokenizer:

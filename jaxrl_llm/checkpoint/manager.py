@@ -23,7 +23,7 @@ from jaxrl_llm.checkpoint import digests, soundness
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
-from jaxrl_llm.distributed.sharding import in_host_memory
+from jaxrl_llm.distributed.sharding import in_host_memory, second_array
 from jaxrl_llm.references import nearest
 
 VALIDATION = "val-core/"
@@ -141,7 +141,8 @@ class CheckpointManager:
         loop[NORMS], loop[ARRAYS] = self.growth.start, digests.as_text(found)
         loop[DIGEST] = digests.text_digest(loop)
         args: dict[str, Any] = {
-            name: ocp.args.StandardSave(jax.tree.map(_alias, item)) for name, item in items.items()
+            name: ocp.args.StandardSave(jax.tree.map(_read_apart, item))
+            for name, item in items.items()
         }
         args[LOOP] = ocp.args.JsonSave(loop)
         self._manager.save(step, args=ocp.args.Composite(**args))
@@ -463,16 +464,9 @@ class _Seal:
                     log.warning("%s has no digests of its files: %s", self._path, error)
 
 
-def _alias(x: Any) -> Any:
-    """For an array in host memory, a second array on the same memory.
-
-    Orbax reads an array in host memory through a view that the array then keeps, and memory with
-    views cannot be donated to a GPU program. Here the view goes away with the second array.
-    """
-    if not in_host_memory(x):
-        return x
-    parts = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts, dtype=x.dtype)
+def _read_apart(x: Any) -> Any:
+    """For an array in host memory, which Orbax reads through a view, a second array."""
+    return second_array(x) if in_host_memory(x) else x
 
 
 def _abstract(item: Any) -> dict[str, Any]:

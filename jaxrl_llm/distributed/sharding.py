@@ -206,6 +206,18 @@ def in_host_memory(x: Any) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
+def second_array(x: Any) -> Any:
+    """A second array on the memory of an array; anything else as it is.
+
+    An array keeps what was read of it: a copy, or a view of its memory. Memory with views cannot
+    be donated to a program of a GPU. What is read of the second array goes away with it.
+    """
+    if not isinstance(x, jax.Array):
+        return x
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts, dtype=x.dtype)
+
+
 def check_host_memory(device: Any) -> None:
     """Raises: ConfigError when a program on `device` cannot keep arrays in host memory.
 

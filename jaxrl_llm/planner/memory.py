@@ -4,6 +4,7 @@ The sums were compared with measured peaks and with programs that were compiled 
 `docs/planner.md`.
 """
 
+from jaxrl_llm.generation.packed_prompts import PREFILL_TOKENS
 from jaxrl_llm.generation.tail import default_tails
 from jaxrl_llm.kernels.gated_delta.runs import CHUNK
 from jaxrl_llm.models.config import ModelConfig
@@ -40,6 +41,7 @@ SCALE = 4  # bytes of an output of a float8 projection
 # what that pass has at once, as multiples of them.
 RULE_DIMS, RULE_PAIRS, RULE_STATES = 6, 16, 3
 RULE_KEPT, RULE_GRADIENTS = 0.87, 0.7
+RULE_PREFILL = 0.25  # what a prefill has at once, as a multiple of them
 
 
 def kept(model: Model, devices: Devices) -> float:
@@ -109,7 +111,17 @@ def _generation(
     cache_of_states = states * (slots + len(samples.prompts) + tail)
     logits = slots * model.config.vocab_size * 4
     cache_of_keys = cache / _kv_parts(model.config, tensor)
-    return weights / tensor + cache_of_keys + cache_of_states + logits / tensor
+    prefill = _prefill(model, samples) / tensor
+    return weights / tensor + cache_of_keys + cache_of_states + logits / tensor + prefill
+
+
+def _prefill(model: Model, samples: Samples) -> float:
+    """Bytes of the prompts that are computed at once: of an MLP, and of a gated delta rule."""
+    config = model.config
+    prompts = len(samples.prompts) * samples.longest_prompt
+    numbers = 3 * config.active_size + 2 * config.hidden_size + copied_elements(config)
+    of_token = numbers * model.itemsize + RULE_PREFILL * _rule_bytes(config)
+    return min(PREFILL_TOKENS, prompts) * of_token
 
 
 def float8_bytes(config: ModelConfig) -> float:

@@ -1,6 +1,7 @@
-"""Meshes that the planner proposes for hybrids, and the bytes of one rule against its program."""
+"""Meshes that the planner proposes for hybrids, and their bytes against compiled programs."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ from test_planner import tiny as tiny_config
 from tiny import HYBRID
 
 from jaxrl_llm import config as c
+from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
 from jaxrl_llm.kernels.mesh_split import MeshSplit
 from jaxrl_llm.launch.described_models import check_models
 from jaxrl_llm.planner.devices import Devices
+from jaxrl_llm.planner.estimate import estimate
 from jaxrl_llm.planner.packing import Rows
 from jaxrl_llm.planner.search import _meshes
 from jaxrl_llm.planner.traffic import of_update
@@ -71,3 +74,41 @@ def test_tokens_go_to_the_devices_of_their_heads_and_back(key_heads):
     keys = attentions * tokens * 2 * model.num_kv_heads * model.head_dim * (2 * 2 + 4) / 2
     rules = model.num_layers - attentions
     assert found - keys == rules * collectives(made.jaxpr)
+
+
+def temporaries(mesh: c.MeshConfig, **changes: Any) -> dict[str, float]:
+    """Bytes of each stage for a model of Qwen3.5-2B sizes with a small vocabulary."""
+    model: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": changes.pop("layers"),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    }
+    actor = {"micro_batch_tokens": 8192, "dtype": "bfloat16", "hf_config": model}
+    given = {f"actor.{key}": value for key, value in actor.items()}
+    given |= {key.replace("__", "."): value for key, value in changes.items()}
+    work = work_of(load_config("grpo", given | {"rollout.n": 8, "warmup": "null"}))
+    return estimate(work, Devices(mesh=mesh, hosts=1, rates=H200)).temporaries
+
+
+@pytest.mark.parametrize(("remat", "compiled"), [("projections", 5.177), ("none", 10.085)])
+def test_an_update_takes_what_the_compiler_says(remat, compiled):
+    """GiB of four layers, compiled for an H200."""
+    sizes = {"data__max_prompt_length": 512, "data__max_response_length": 512}
+    sizes |= {"data__train_batch_size": 8, "actor__ppo_mini_batch_size": 8}
+    found = temporaries(c.MeshConfig(), layers=4, actor__remat=remat, **sizes)
+    assert found["update_actor"] / 2**30 == pytest.approx(compiled, rel=0.1)
+
+
+@pytest.mark.parametrize(("layers", "compiled"), [(4, 2.525), (8, 4.075)])
+def test_generation_takes_what_the_compiler_says(layers, compiled):
+    """GB of 128 x 8 samples on four cards, compiled for an H100. Prompts count, chunks once."""
+    sizes = {"data__max_prompt_length": 256, "data__max_response_length": 256}
+    sizes |= {"data__train_batch_size": 128, "actor__ppo_mini_batch_size": 128}
+    found = temporaries(c.MeshConfig(fsdp=4), layers=layers, **sizes)
+    assert found["gen"] / 1e9 == pytest.approx(compiled, rel=0.05)

@@ -414,7 +414,6 @@ def convert(
     tokenizer, about = bpe_tokenizer(gguf.metadata), tokenizer_config(gguf.metadata)
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").unlink(missing_ok=True)
     write_model_files(directory, tensors, target_dtype, _MAX_SHARD_BYTES)
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", about)

@@ -207,7 +207,6 @@ def export(
             tensor.fetch()  # fetching from several processes is a collective
     else:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").unlink(missing_ok=True)
         write_model_files(directory, tensors, target, max_shard_bytes)
         _write_tokenizer(source, directory)
         if generation_config is None:

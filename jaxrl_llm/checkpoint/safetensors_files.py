@@ -8,6 +8,7 @@ raw little-endian data (https://huggingface.co/docs/safetensors).
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,9 +112,21 @@ def write_model_files(
 ) -> list[str]:
     """Write model.safetensors, or several shards and their index. Returns the file names.
 
-    Weights of an earlier export in `directory` are removed, so that no reader mixes the two.
+    Weights of an earlier export in `directory` are removed, so that no reader mixes the two. Its
+    config.json goes first: a folder without it was interrupted.
+
+    Raises: ValueError, before anything is removed, where the disk has no room for them.
     """
-    for old in [*directory.glob("model*.safetensors"), *directory.glob("model*.index.json")]:
+    weights = [*directory.glob("model*.safetensors"), *directory.glob("model*.index.json")]
+    needed = sum(tensor.nbytes(dtype) for tensor in tensors)
+    room = shutil.disk_usage(directory).free + sum(old.lstat().st_size for old in weights)
+    if room < needed:
+        raise ValueError(
+            f"{directory} needs {needed / 1e9:.2f} GB, and its disk has {room / 1e9:.2f} GB free: "
+            "delete old runs, or give a folder on another disk"
+        )
+    (directory / "config.json").unlink(missing_ok=True)
+    for old in weights:
         old.unlink()
     shards = split_into_shards(tensors, dtype, max_shard_bytes)
     if len(shards) == 1:

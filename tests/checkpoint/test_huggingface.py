@@ -1,8 +1,10 @@
 """Hugging Face directories in and out: every tensor bit for bit, every mismatch by name."""
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -204,6 +206,25 @@ def test_another_family_or_a_broken_directory_is_refused(tmp_path):
         load_model_config(source)
     with pytest.raises(ValueError, match="config.json does not exist"):
         load_model_config(tmp_path)
+
+
+def test_an_export_without_room_leaves_the_one_before(tmp_path, monkeypatch):
+    """The room of files that it would replace counts."""
+    source = write_directory(tmp_path / "source", CONFIGS["llama"])
+    spec = model_spec(CONFIGS["llama"])
+    params = import_params(source, spec)
+    how = {"tokenizer_files_from": source, "dtype": "bfloat16"}
+    out = export(tmp_path / "out", spec, params, **how)
+    before, size = stored(out), sum(x.nbytes for x in stored(out).values())
+    free = SimpleNamespace(free=size // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ValueError, match="needs .* GB free: delete old runs"):
+        export(tmp_path / "other", spec, params, **how)
+    export(out, spec, params, **how)
+    with pytest.raises(ValueError, match="needs .* GB free"):
+        export(out, spec, params, **how | {"dtype": "float32"})
+    assert (out / "config.json").is_file()
+    assert_same_bits(before, stored(out))
 
 
 def test_sharded_export_with_an_index(tmp_path):

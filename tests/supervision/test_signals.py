@@ -57,6 +57,14 @@ def started(
     return process
 
 
+@pytest.fixture(autouse=True)
+def without_nohup():
+    """A process inherits what is ignored, also where `nohup` runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_saves_and_ends(tmp_path, name):
     process = started(tmp_path)

@@ -271,7 +271,8 @@ def _compile(program: Any, found: _Program, lowered: Any, stored: StoredPrograms
     _own.hits = 0
     compiled = lowered.compile()
     found.is_new = not _own.hits
-    if found.is_new and not times_kernels():  # a CPU, where XLA writes none that sorts and has run
+    # XLA for a CPU cannot write a program that sorts, once it has run.
+    if found.is_new and not times_kernels():
         stored.save(found.name, compiled)
     return compiled
 

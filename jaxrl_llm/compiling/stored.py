@@ -12,6 +12,7 @@ one that misses a file compiles.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pickle
 import site
@@ -31,6 +32,8 @@ from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import serialize_executable
 
 from jaxrl_llm.kernels.mosaic import find_kernel_runtime
+
+_log = logging.getLogger(__name__)
 
 PROGRAMS, STARTS = "programs", "starts"  # folders of a compile cache
 PACKAGES = ("jaxrl_llm", "jaxrl_llm.models")  # whose code decides programs
@@ -99,16 +102,19 @@ class StoredPrograms:
     def save(self, name: str, compiled: Any) -> None:
         """Write an executable that has no file.
 
-        A folder that takes none ends no run, nor does a program that cannot be written, such as
-        one that sorts on a CPU, once it has run.
+        A folder that takes none ends no run, nor does a program that cannot be written. On a CPU
+        that is one that sorts, once it has run. Of others a warning says why.
         """
         if not name or self.has(name):
             return
+        devices = _device_ids(compiled)
         try:
-            stored = serialize_executable.serialize(compiled)
-        except Exception:  # XLA and pickle have errors of their own
+            data = pickle.dumps((devices, *serialize_executable.serialize(compiled)))
+        except jax.errors.JaxRuntimeError:
             return
-        data = pickle.dumps((_device_ids(compiled), *stored))
+        except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+            _log.warning("a program is not kept, and compiles again at each start: %s", error)
+            return
         with contextlib.suppress(OSError):
             _write(self._file(name), hashlib.sha256(data).digest() + data)
 

@@ -91,7 +91,7 @@ def lowered(seen):
     return [name.removeprefix("lower ") for name in seen if name.startswith("lower ")]
 
 
-def test_programs_are_lowered_one_by_one_and_compiled_together():
+def test_programs_are_lowered_one_by_one_and_compiled_together(folder):
     """Each compilation ends only when the other has begun too; no lowering sees another."""
     busy, meet = [], threading.Barrier(2, timeout=TIMEOUT_S)
 
@@ -137,18 +137,20 @@ def test_the_first_program_is_lowered_at_once_and_not_again(folder):
     assert again.reads_cache and lowered(seen) == ["a", "b", "a"]
 
 
+def one_after_a_run(first, second, ran):
+    """The links of two programs. The second one comes when `ran` is set."""
+    yield first, ()
+    assert ran.wait(TIMEOUT_S)
+    yield second, ()
+
+
 def test_a_known_program_runs_before_the_next_one_is_lowered(folder):
     seen, ran = [], threading.Event()
     a, b = Lowered("a", seen), Lowered("b", seen)
     store(a, b)
 
-    def links():
-        yield a, ()
-        assert ran.wait(TIMEOUT_S)
-        yield b, ()
-
     compilers = Compilers()
-    compilers.begin([CompileJob([a, b], links())])
+    compilers.begin([CompileJob([a, b], one_after_a_run(a, b, ran))])
     compilers.ready(a)
     assert lowered(seen) == ["a"]
     ran.set()
@@ -162,13 +164,8 @@ def test_a_new_program_of_a_cpu_is_on_disk_before_it_runs(folder, monkeypatch):
     seen, ran = [], threading.Event()
     a, b = Lowered("a", seen), Lowered("b", seen)
 
-    def links():
-        yield a, ()
-        assert ran.wait(TIMEOUT_S)
-        yield b, ()
-
     compilers = Compilers()
-    compilers.begin([CompileJob([a, b], links())])
+    compilers.begin([CompileJob([a, b], one_after_a_run(a, b, ran))])
     assert compilers.ready(a) == "compiled a"
     assert [file.read_text() for file in folder.iterdir()] == ["compiled a"]
     ran.set()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,17 @@ def test_a_program_that_xla_cannot_write_is_not_kept(folder):
     for name, program in zip(names, (compiled, other.compile()), strict=True):
         stored.save(name, program)
     assert [stored.has(name) for name in names] == [False, True]
+
+
+def test_a_program_whose_results_pickle_refuses_is_named(folder, caplog):
+    class Local(NamedTuple):
+        found: jax.Array
+
+    stored, program = StoredPrograms(), lowered(lambda x: Local(x["b"]), mesh_of(0))
+    name = stored.name_of(program, "")
+    stored.save(name, program.compile())
+    assert not stored.has(name)
+    assert "not kept" in caplog.text and "Local" in caplog.text
 
 
 # Lowering tells jax's library of linear algebra where to find what a CPU's program calls.

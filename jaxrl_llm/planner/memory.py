@@ -111,16 +111,16 @@ def _generation(
     cache_of_states = states * (slots + len(samples.prompts) + tail)
     logits = slots * model.config.vocab_size * 4
     cache_of_keys = cache / _kv_parts(model.config, tensor)
-    prefill = _prefill(model, samples) / tensor
+    prefill = _prefill(model, samples, BYTES[dtype]) / tensor
     return weights / tensor + cache_of_keys + cache_of_states + logits / tensor + prefill
 
 
-def _prefill(model: Model, samples: Samples) -> float:
-    """Bytes of the prompts that are computed at once: of an MLP, and of a gated delta rule."""
+def _prefill(model: Model, samples: Samples, itemsize: int) -> float:
+    """Bytes that a prefill has at once: of one MLP, and of one gated delta rule."""
     config = model.config
     prompts = len(samples.prompts) * samples.longest_prompt
     numbers = 3 * config.active_size + 2 * config.hidden_size + copied_elements(config)
-    of_token = numbers * model.itemsize + RULE_PREFILL * _rule_bytes(config)
+    of_token = numbers * itemsize + RULE_PREFILL * _rule_bytes(config)
     return min(PREFILL_TOKENS, prompts) * of_token
 
 

@@ -20,6 +20,16 @@ def test_a_template_that_never_ends_is_refused(monkeypatch):
         try_template(LONG, MESSAGES)
 
 
+def test_a_busy_machine_has_more_time_by_the_clock_than_a_template_has(monkeypatch):
+    """A process that computes for 1 s may wait for others many times as long."""
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    monkeypatch.setattr(chat_template, "_TRIAL", "import time; time.sleep(5)")
+    try_template("{{ messages }}", MESSAGES)
+    monkeypatch.setattr(chat_template, "PATIENCE", 1)
+    with pytest.raises(ValueError, match="did not end within 1 s"):
+        try_template("{{ messages }}", MESSAGES)
+
+
 def test_a_trial_that_cannot_run_is_no_permission(monkeypatch):
     monkeypatch.setattr(chat_template, "_TRIAL", "import no_such_module")
     with pytest.raises(ValueError, match="ended with code 1"):

@@ -35,6 +35,10 @@ class Command:
 
 
 _NO_WARMUP = {"critic.warmup_steps": "the actor's updates would be left out"}
+_NO_ADAPTERS = {
+    "actor.lora.rank": "rl_step --workload=grpo_lora measures adapters",
+    "critic.lora.rank": "rl_step measures adapters: --workload=ppo --config.critic.lora.rank=N",
+}
 _NO_SIZES: dict[str, str] = dict.fromkeys(
     STEP_SIZES, "it does nothing here; --batch, --prompt, --response and --groups set the sizes"
 )
@@ -54,7 +58,7 @@ COMMANDS = {
         batch="ROWSxTOKENS, e.g. 4x2048",
         flags=("lengths", "compiler_option"),
         peers=("torch_training",),
-        refused=_NO_SIZES | _NO_WARMUP,
+        refused=_NO_SIZES | _NO_WARMUP | _NO_ADAPTERS,
     ),
     "attention": Command(
         workloads=("dense", "packed", "decode"),

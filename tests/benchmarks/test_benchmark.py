@@ -217,6 +217,7 @@ def test_peak_of_a_device(kind, peak):
         (["training", "--lengths=missing.csv"], "no such file"),
         (["rl_step", "--lengths=missing.csv"], "belongs to generation and training"),
         (["rl_step", "--config.critic.warmup_steps=1"], "actor's updates would be left out"),
+        (["training", "--config.actor.lora.rank=8"], "--workload=grpo_lora measures adapters"),
         (["rl_step", "--baseline"], "no peer"),
         (["training", "--check=x.json"], "--baseline"),
         (["training", "--baseline", "--check=missing.json"], "--store"),

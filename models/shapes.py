@@ -250,6 +250,15 @@ def expert_matmuls(config: ModelConfig) -> int:
     return 0 if config.mixture is None else 3 * config.hidden_size * config.mixture.expert_size
 
 
+def experts_hit(mixture: Mixture, tokens: float) -> float:
+    """Experts of a layer that so many tokens are expected to choose, with even and random loads.
+
+    `tokens` may be an array of counts.
+    """
+    missed = (1.0 - mixture.experts_per_token / mixture.num_experts) ** tokens
+    return mixture.num_experts * (1.0 - missed)
+
+
 def expert_biases(config: ModelConfig) -> int:
     """Parameters of the biases of one expert."""
     if config.mixture is None or not config.expert_bias:

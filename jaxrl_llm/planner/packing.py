@@ -9,6 +9,7 @@ import numpy as np
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.shapes import (
     expert_matmuls,
+    experts_hit,
     num_parameters,
     shared_matmuls,
     wide_matmuls,
@@ -140,10 +141,7 @@ def active_weights(config: ModelConfig) -> float:
 def read_weights(config: ModelConfig, tokens: float) -> float:
     """`layer_weights` that a step of so many tokens reads, with tokens spread over all experts."""
     mixture = config.mixture
-    if mixture is None:
-        return layer_weights(config)
-    missed = (1.0 - mixture.experts_per_token / mixture.num_experts) ** tokens
-    return layer_weights(config, mixture.num_experts * (1.0 - missed))
+    return layer_weights(config, None if mixture is None else experts_hit(mixture, tokens))
 
 
 def head_weights(model: Model) -> float:

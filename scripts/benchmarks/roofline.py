@@ -15,7 +15,7 @@ from jaxrl_llm.models.flops import (
     matmul_parameters,
     state_bytes_per_slot,
 )
-from jaxrl_llm.models.shapes import expert_matmuls, wide_matmuls
+from jaxrl_llm.models.shapes import expert_matmuls, experts_hit, wide_matmuls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +59,17 @@ def decode_seconds(
 
     A step takes max(weights / memory, FLOPs / matmul) + KV bytes / memory. Each sequence reads its
     own prompt, also where a group could share it, so sharing may exceed this bound. States of a
-    gated delta rule are read and written. In bf16; with `float8` the cache is in 8 bits, and so is
-    what `_layers` says.
+    gated delta rule are read and written. Experts are read that a token chose; with even loads a
+    step hits `experts_hit` of a layer, so uneven loads may exceed this bound. In bf16; with
+    `float8` the cache is in 8 bits, and so is what `_layers` says.
     """
     ends = np.sort(np.asarray(lengths))
     steps = np.arange(ends[-1])
     live = len(ends) - np.searchsorted(ends, steps, side="right")
     head = config.vocab_size * config.hidden_size
-    read, of_token = _layers(config, float8, limits)
-    weights = (read + head * 2) / limits.memory
+    read, of_expert, of_token = _layers(config, float8, limits)
+    hit = 0.0 if config.mixture is None else experts_hit(config.mixture, live)
+    weights = (read + of_expert * hit + head * 2) / limits.memory
     dense = np.maximum(weights, live * (of_token + 2.0 * head / limits.matmul))
     moved = live * (prompt_length + steps) * kv_bytes_per_token(config, 1 if float8 else 2)
     moved = moved + 2.0 * live * state_bytes_per_slot(config)
@@ -87,24 +89,24 @@ def prefill_seconds(
     head = config.vocab_size * config.hidden_size
     projections = 2.0 * (matmul_parameters(config) - head) * sum(lengths)
     attention = prefill_flops(config, lengths) - projections
-    _, of_token = _layers(config, float8, limits)
+    _, _, of_token = _layers(config, float8, limits)
     return of_token * sum(lengths) + attention / limits.matmul
 
 
-def _layers(config: ModelConfig, float8: bool, limits: Limits) -> tuple[float, float]:
-    """Bytes of the layers' weights that one token reads, and the seconds of its matmuls.
+def _layers(config: ModelConfig, float8: bool, limits: Limits) -> tuple[float, float, float]:
+    """Bytes of the layers' weights that each step reads, bytes of an expert that a token chose,
+    over all layers, and the seconds of a token's matmuls.
 
     In float8, chosen experts have 8-bit weights and bf16 inputs. Routers, latent attention and
     gated delta rules stay in bf16.
     """
     layers = matmul_parameters(config) - config.vocab_size * config.hidden_size
+    of_expert, chosen = config.num_expert_layers * expert_matmuls(config), 0
+    if config.mixture is not None:
+        chosen = config.mixture.experts_per_token * of_expert
     if not float8:
-        return 2.0 * layers, 2.0 * layers / limits.matmul
+        return 2.0 * (layers - chosen), 2.0 * of_expert, 2.0 * layers / limits.matmul
     in_bf16 = sum(wide_matmuls(config, i) for i in range(config.num_layers))
-    chosen = 0
-    if (mixture := config.mixture) is not None:
-        each = mixture.experts_per_token * expert_matmuls(config)
-        chosen = config.num_expert_layers * each
     by_bf16 = in_bf16 + chosen
     seconds = by_bf16 / limits.matmul + (layers - by_bf16) / limits.matmul_float8
-    return layers + float(in_bf16), 2.0 * seconds
+    return float(layers - chosen + in_bf16), float(of_expert), 2.0 * seconds

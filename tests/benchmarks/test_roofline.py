@@ -1,6 +1,7 @@
 """The least time that the hardware allows, against sums by hand."""
 
 import dataclasses
+import itertools
 
 import jax
 import pytest
@@ -55,6 +56,25 @@ def test_decode_bound_of_a_hybrid_reads_and_writes_its_states():
     )
     weights = 3 * 2 * (matmul_parameters(HYBRID_EXPERTS) - matmul_parameters(attention)) / 1e9
     assert with_states - without == pytest.approx(states - fewer_keys + weights)
+
+
+def test_decode_bound_of_a_mixture_reads_the_experts_that_tokens_hit():
+    """The mean over all choices of four tokens that take two of three experts each."""
+    config = dataclasses.replace(
+        SHAPES["qwen3-30b-a3b"],
+        num_layers=2,
+        sliding_window=(None,) * 2,
+        mixture=dataclasses.replace(
+            SHAPES["qwen3-30b-a3b"].mixture, num_experts=3, experts_per_token=2
+        ),
+    )
+    pairs = [{0, 1}, {0, 2}, {1, 2}]
+    choices = list(itertools.product(pairs, repeat=4))
+    hit = sum(len(set().union(*each)) for each in choices) / len(choices)
+    reads_only = Limits(memory=1e9, matmul=1e30, matmul_float8=1e30, peak=1e12, link=1e9)
+    one, four = (decode_seconds(config, 0, (1,) * n, limits=reads_only) for n in (1, 4))
+    expert = 3 * config.hidden_size * config.mixture.expert_size
+    assert (four - one) * 1e9 == pytest.approx(2 * 2 * expert * (hit - 2))
 
 
 @pytest.mark.parametrize(

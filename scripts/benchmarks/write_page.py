@@ -46,6 +46,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "prefill-7b",
             "gen-lora-float8-16layers-70b",
             "gen-hybrid-2b",
+            "gen-30b-a3b",
         ),
     ),
     (

@@ -65,6 +65,25 @@ def test_table_cells_are_short(page):
     assert [cell for cell in cells if words(cell) > MOST_CELL] == []
 
 
+def without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    found = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "docs/history").glob("*.md")], ids=name)
+def test_links_lead_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", without_code(page))
+    for file, heading in links:
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"no file {file}"
+        assert not heading or heading in anchors(target), f"no heading {file}#{heading}"
+
+
 @pytest.mark.parametrize("folder", CODE)
 def test_code_is_plain(folder):
     found = [

@@ -1,7 +1,7 @@
 """Reinforcement learning of language models on GPU meshes, in JAX: one program, one mesh.
 
-The library: `import jaxrl_llm as rl`. Names are imported when they are first used, and jax when a
-function first needs it. docs/library.md has a complete program.
+The library: `import jaxrl_llm as rl`. Each name is imported at its first use, and jax by the first
+function that needs it. docs/library.md has a complete program.
 """
 
 from importlib import import_module

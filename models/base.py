@@ -176,9 +176,10 @@ def _model_spec(
 def frozen_spec(
     config: ModelConfig, kind: Kind, stored: str, dtype: str, lora: Lora | None = None
 ) -> ModelSpec:
-    """A model whose weights, or those below `lora`, are stored in `stored` and computed in `dtype`.
+    """A model whose frozen weights have the dtype `stored`; it computes in `dtype`.
 
-    "float8" is of the projections; embeddings, norms, biases and the head then have `dtype`.
+    With `lora`, the base is frozen. "float8" applies to projections only: embeddings, norms, biases
+    and the head then have `dtype`.
 
     Raises: ValueError as `model_spec` does.
     """
@@ -203,9 +204,9 @@ def _with_learned_in(params: Params, dtype: str) -> Params:
 def merge_adapters(
     spec: ModelSpec, params: Params, dtype: DTypeLike | None = None
 ) -> tuple[ModelSpec, Params]:
-    """The same model without adapters. Call it inside jit.
+    """The same model with its adapters merged into the weights. Call it inside jit.
 
-    The merged weights have `dtype`, by default that of the base; the others are as they were.
+    The merged weights have `dtype`, by default that of the base. Other weights do not change.
     """
     if spec.lora is None:
         return spec, params

@@ -15,7 +15,7 @@ BALANCE = "balance"
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Experts in place of the feed-forward layer: each token is computed by some of them."""
+    """A mixture of experts instead of the MLP: each token uses some of the experts."""
 
     num_experts: int
     experts_per_token: int
@@ -60,7 +60,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention: keys and values are made of a small vector of each token.
+    """Multi-head latent attention: keys and values come from a small latent vector of each token.
 
     A head of q and k has its own dims first, then `rope_dim` dims with rope. Those of k are the
     same in all heads.
@@ -80,7 +80,7 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """Layers of a gated delta rule (arXiv:2412.06464) in place of most layers' attention.
+    """A gated delta rule (arXiv:2412.06464), which replaces attention in most layers.
 
     Each has a short causal convolution, and a state of one matrix a value head.
     """

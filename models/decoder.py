@@ -310,9 +310,9 @@ def _block_fn(graphdef: Any, attend: Attend, remat: Remat) -> Callable[..., Any]
 def rematerialised(
     run: Callable[..., Any], remat: Remat, *, never_kept: str | None = None
 ) -> Callable[..., Any]:
-    """`run` with its backward pass computing again what `remat` does not keep.
+    """`run` with activation checkpointing: the backward pass recomputes what `remat` does not keep.
 
-    What has the checkpoint name `never_kept` is computed again in any case.
+    Values with the checkpoint name `never_kept` are always recomputed.
     """
     if remat == "none" and never_kept is None:
         return run

@@ -190,11 +190,11 @@ def _counts(chosen_BTK: jax.Array, num: int) -> jax.Array:
 class Experts(Layer):
     """The experts of one layer: the sum of weight * down(silu(gate(x)) * up(x)) over the chosen.
 
-    `config.swiglu_limit` has another activation in place of silu, `config.expert_bias` has biases.
-    The shared ones, if there are any, are one MLP of every token that is added.
+    `config.swiglu_limit` selects another activation, `config.expert_bias` adds biases. Shared
+    experts, if there are any, are one MLP that every token uses; its output is added.
 
-    In float8 the weights of the chosen experts are, and not their inputs. The shared ones are in
-    float8 as a dense MLP is. The router keeps its dtype.
+    In float8, the weights of the experts are float8 and their inputs are not. Shared experts are
+    in float8 like a dense MLP. The router keeps its dtype.
     """
 
     def __init__(

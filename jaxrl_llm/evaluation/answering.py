@@ -70,19 +70,19 @@ class OpenModel:
         A prompt is a text, or a conversation: a list of {"role": ..., "content": ...}.
 
         Args:
-            n: answers of each prompt; 1.
-            seed: the same prompts, `n` and `seed` give the same samples; 0.
-            max_new_tokens: most tokens of an answer; 256.
-            temperature: 0 is greedy; 1. Log-probs are those of the full softmax at it.
-            top_p, top_k: nucleus and top-k sampling; 1.0 and 0 are off.
-            stop: one text or several. An answer ends with the token that completes one of them,
-                which stays in it.
-            chat: whether a text is a user's message; None is yes where there is a chat template.
-            batch_size: prompts that are answered at once; 64.
+            n: answers to each prompt; default 1.
+            seed: the same prompts, `n` and `seed` give the same samples; default 0.
+            max_new_tokens: maximum length of an answer; default 256.
+            temperature: default 1; 0 is greedy. Log-probs are of the full softmax at it.
+            top_p, top_k: nucleus and top-k sampling; the defaults 1.0 and 0 are off.
+            stop: one string or several. An answer ends with the token that completes one of them.
+                The string stays in the answer.
+            chat: whether a text becomes a user message; None: if there is a chat template.
+            batch_size: prompts in one batch; default 64.
 
-        Raises: ConfigError for a setting out of bounds; ValueError for a prompt that leaves no
-            position of the model, and for stop strings that the tokenizer cannot have. Both come
-            before any is answered.
+        Raises: ConfigError for a setting out of bounds; ValueError for a prompt that is too long
+            for the model, and for unsupported stop strings. Both come before any prompt is
+            answered.
         """
         how = read_settings(AnswerSettings, settings, "generate")
         given = [prompts] if isinstance(prompts, str) else prompts_in(prompts)
@@ -93,10 +93,12 @@ class OpenModel:
         return [answer for batch in complete(self, read, how) for answer in batch]
 
     def stream(self, prompt: str | Messages, **settings: Unpack[StreamKeys]) -> Iterator[str]:
-        """The answer to one prompt in pieces, while it is made; together they are its text.
+        """Yield the answer to one prompt in pieces, while it is generated.
 
-        Guarantees: the text that `generate` gives. Takes its settings, without `n` and
-            `batch_size`, and raises what it raises.
+        It takes the settings of `generate`, without `n` and `batch_size`, and raises the same
+        errors.
+
+        Guarantees: together the pieces are the text that `generate` returns.
         """
         how = read_settings(StreamSettings, settings, "stream")
         (read,) = read_prompts([prompt], self.tokenizer, chat=how.chat, names=[THE_PROMPT])

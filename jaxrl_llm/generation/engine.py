@@ -8,8 +8,8 @@ queue in the same step. Two loops are nested:
     for each tail:                           the live slots are moved together
         while more are live than the next tail holds:  one decode step
 
-Where a caller asks for it, the loop of all slots and that of each tail are programs of their own
-(`GenerationInPieces`): they are compiled side by side, and compute the same.
+A caller may also have the loop of all slots and the loop of each tail as separate programs
+(`GenerationInPieces`), which compile in parallel. They compute the same.
 
 queue.py holds the prompts, slots.py the carried state, prefill.py and decode.py the two bodies,
 tail.py the end of a batch, pages.py the memory of the slots. The number of slots is bound by the
@@ -101,10 +101,10 @@ class Samples(NamedTuple):
 
 
 def compiler_options(samples: int, num_slots: int) -> dict[str, int]:
-    """XLA options for a program that only generates; `samples` counts those of one replica.
+    """XLA options for a program that only generates; `samples` is the number on one replica.
 
-    By itself XLA joins the weights of matmuls of one input, as of gate and up, in every decode
-    step. `merge_projections` joins them once, where that copies no base of adapters.
+    Without them XLA concatenates the weights of matmuls with one input, such as gate and up, in
+    every decode step. `merge_projections` does it once, unless that would copy a frozen base.
     """
     slots = min(num_slots or samples, samples)
     if not on_gpu() or slots < FEWEST_WITHOUT_TRITON:
@@ -164,9 +164,9 @@ def generate(
 
 
 def begin(*arguments: Any, **limits: Any) -> State:
-    """The state of a generation of one sample before its first token; takes what `generate` takes.
+    """The state before the first token of one sample. It takes the arguments of `generate`.
 
-    Call it inside jit. `advance` goes on from it, so that text can be shown while it is made.
+    Call it inside jit. `advance` continues from it, so that text can be shown while it is made.
     """
     engine = _engine(*arguments, **limits)
     with strict_scope(engine.strict):
@@ -409,11 +409,11 @@ def generate_on_mesh(
     The program contains the layout switch: `params` come in the layout `stored` (None: in `layout`)
     and are made whole over the replicas and split by heads. Each replica has its own slots and
     cache and runs its own number of steps. The loops contain no collectives except those over the
-    axes of the heads. A group that two replicas would share is computed in both. Call it inside
+    axes of the heads. If two replicas share a group, both compute its prompt. Call it inside
     jit.
 
-    `alone` are responses that go on: [N, S, ...] arrays, S of them for each prompt. They take
-    slots first, and the result's `alone` is of them. The counters are of both.
+    `alone` are continued responses: [N, S, ...] arrays, S of them for each prompt. They take
+    slots first. The field `alone` of the result has them. The counters include both kinds.
 
     Requires: the replicas divide the number of prompts.
     """

@@ -4,11 +4,11 @@ Each prompt has one row, which all slots of its group read, so a group of n samp
 stores its prompt once. The responses lie in pages, which a slot takes one by one as its sample
 grows (arXiv:2309.06180). So short samples do not reserve memory for the longest. Keys and values
 share an array, because one kernel writes both. Each layer has its own leaves: XLA would copy a
-stacked cache in every decode step. Of latent attention the cache holds the small vectors, as one
+stacked cache in every decode step. For latent attention the cache holds the latent vectors, as one
 head (models/latent_attention.py).
 
-A layer of a gated delta rule has states in place of keys and values: one of each prompt, before its
-last token, and one of each slot. A slot's first step goes on from its prompt's state.
+A layer of a gated delta rule has states instead of keys and values: one for each prompt, before its
+last token, and one for each slot. The first step of a slot continues from its prompt's state.
 
 Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P prompt entries,
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.

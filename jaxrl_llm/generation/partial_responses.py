@@ -1,9 +1,9 @@
-"""Partial rollouts: a response is cut after some tokens and goes on under newer weights.
+"""Partial rollouts: a response is interrupted after some tokens and continued by newer weights.
 
 The batch of step t begins with the policy of version b = max(0, t - 1 - max_staleness); a version
 counts updates. Each version from b to t - 2 adds at most `tokens` tokens to a response that has not
-ended. Version t - 1, the newest before the step, takes the rest to its end. So where a response is
-cut follows from the step and from its length, never from a clock.
+ended. Version t - 1, the newest before the step, generates the rest. So the step and the length of
+a response decide where it is interrupted, never a clock.
 
 Shape letters: N samples, P prompt tokens, R response tokens.
 """

@@ -58,20 +58,20 @@ def train(
     num_cpu_devices: int = 0,
     end_process: Callable[[int], None] | None = None,
 ) -> "Summary":
-    """Train a model to the end of its run, from wherever the run's folder stands.
+    """Train a model. If the run's folder has a checkpoint, resume from it.
 
     Args:
         config: a Config, or what `load_config` takes.
-        rewards: functions, graders or paths, in place of config.reward.functions. A function runs
-            in worker processes, which get a copy of it: what it changes stays there.
-        reward_weights: of `rewards`; empty is 1 each.
-        train_data: rows, in place of all data of the config, held-out data too.
-        val_data: held-out rows, in place of the config's.
+        rewards: functions, graders or paths that replace config.reward.functions. A function runs
+            in worker processes, on a copy: changes that it makes stay in the worker.
+        reward_weights: one weight for each of `rewards`; empty gives each the weight 1.
+        train_data: rows that replace all data of the config, held-out data too.
+        val_data: rows that replace the held-out data of the config.
         callbacks: functions of a `StepReport`, called after each step on the main process.
-        num_cpu_devices: split the CPU into so many devices, to try a mesh; 0 leaves it whole.
-        end_process: `os._exit` lets the watchdog end a process whose step stands still.
+        num_cpu_devices: split the CPU into this number of devices, to try a mesh; 0 does not split.
+        end_process: pass `os._exit` to let the watchdog end a process whose step hangs.
 
-    Requires: the same objects when a run goes on; changed ones are refused.
+    Requires: at a resume, the same functions and rows. Changed ones are refused.
     Guarantees: on Ctrl-C, and when a callback stops it, the run saves a checkpoint and returns.
     Raises: ConfigError for settings that cannot work, before a device is touched.
     """
@@ -126,12 +126,12 @@ def _with_objects(
 
 
 def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
-    """A trained model, to generate with: `open_model("runs/ppo").generate(["1+2="])`.
+    """Open a trained model to generate with: `open_model("runs/ppo").generate(["1+2="])`.
 
-    `model` is a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint). It
-    lies on the first device, and is computed in `dtype`.
+    `model` is a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint). The
+    model is on the first device and computes in `dtype`.
 
-    Raises: ConfigError when there is no model, ValueError when it cannot be opened.
+    Raises: ConfigError if there is no model, ValueError if it cannot be opened.
     """
     arguments.one_of("dtype", dtype, *get_args(DType))
     path = find_model_path(str(arguments.a_path("model", model)))
@@ -153,13 +153,18 @@ def evaluate(
     answers: str | Path | None = None,
     num_cpu_devices: int = 0,
 ) -> dict[str, Any]:
-    """Answer and grade held-out data as the validation of a run does; returns a report.
+    """Generate and grade answers to held-out prompts, as the validation of a run does.
 
-    The report has the `metrics` under their names in a run, `num_samples` by data source, and how
-    they were sampled. `overrides` are those of `load_config`; `val_data` and `grader` replace those
-    of the config. Its rewards, stages and training data are not used. `output` is a file for the
-    report as JSON, `answers` one for every answer with its grade, as JSON lines.
+    The rewards, stages and training data of the config are not used.
 
+    Args:
+        overrides: changes of the config, as `load_config` takes them.
+        val_data, grader: replace those of the config.
+        output: a file for the report, as JSON.
+        answers: a file for every answer with its grade, as JSON lines.
+
+    Returns: a report with the `metrics` under their names in a run, `num_samples` of each data
+        source, and the settings of sampling.
     Raises: ConfigError without validation data, or for settings that cannot work.
     """
     arguments.a_whole_number("num_cpu_devices", num_cpu_devices)
@@ -223,13 +228,13 @@ def export(
     adapter: bool = False,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write a checkpoint as a Hugging Face folder, which `from_pretrained` opens; its path.
+    """Write a checkpoint as a Hugging Face folder, which `from_pretrained` opens. Returns its path.
 
     `model` is a checkpoint or a run's folder (its newest checkpoint). `role` is actor, critic,
-    reward, reference or teacher. `dtype` is that of the stored weights unless given. Adapters are
-    merged with their base, or with `adapter` written alone, in PEFT's files.
+    reward, reference or teacher. `dtype` is by default the dtype of the stored weights. LoRA
+    adapters are merged into their base. With `adapter=True` only they are written, in PEFT's files.
 
-    Raises: ConfigError when there is no such checkpoint or role, or `output` is a file.
+    Raises: ConfigError if there is no such checkpoint or role, or `output` is a file.
     """
     arguments.one_of("dtype", dtype, None, "float32", "bfloat16", "float16")
     arguments.one_of("adapter", adapter, False, True)

@@ -1,4 +1,4 @@
-"""Call a reward function: its arguments by TRL's or verl's convention, its answer made plain.
+"""Call a reward function with TRL's or verl's arguments, and convert its answer to plain values.
 
 A `Reply` holds plain Python values, whatever the function returned, raised or logged. The
 trainer's process (our graders) and the workers (user functions) run the same code. Like

@@ -67,8 +67,8 @@ def code(
 ) -> dict[str, Any]:
     """1 if the last ```python block passes all tests of the row; "share": the part that it passes.
 
-    Limits: `case_s` seconds for a test, `total_s` for all of a row, after which the rest counts as
-    failed, and `memory_mb`. `limits_only` runs the code without namespaces: see SECURITY.md.
+    Limits: `case_s` seconds for a test, `memory_mb`, and `total_s` seconds for all tests of a row;
+    later tests count as failed. `limits_only` runs the code without namespaces: see SECURITY.md.
     Raises ValueError for a row without tests, and where code cannot be isolated.
     """
     cases = read_cases(ground_truth)

@@ -1,4 +1,4 @@
-"""What a config says of rewards: graders, where a reward function is found, workers' limits."""
+"""The rewards of a config: graders, the place of a reward function, limits of workers."""
 
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Requests to a server that grades: JSON by POST, with time limits, repeats and a pace.
+"""Requests to a grading server: JSON by POST, with time limits, retries and a rate limit.
 
 The judge and the remote reward function share it.
 """
@@ -59,7 +59,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(kw_only=True)
 class Server:
-    """Sends requests, not faster than allowed, and again when the server is busy or away."""
+    """Sends requests within the rate limit, and retries when the server is busy or unreachable."""
 
     url: str
     request_s: float

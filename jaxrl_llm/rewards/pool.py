@@ -3,9 +3,9 @@
 Every call has a time limit. A worker that runs past it, or dies, is replaced, and the caller gets
 a `Reply` with the error. Nothing that a user function does can stop or hang the trainer.
 
-A library's process pool does not do: a kill must reach the processes that a user function started,
-and a worker must end when the trainer is killed, also while it holds the interpreter lock. See
-`keeper.py`. Answers are data that the trainer checks, never objects: see `wire.py`.
+The process pool of a library is not enough: a kill must reach the processes that a user function
+started, and a worker must end when the trainer is killed, even if it holds the interpreter lock.
+See `keeper.py`. Answers are data that the trainer checks, never objects: see `wire.py`.
 """
 
 import json

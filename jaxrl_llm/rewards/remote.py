@@ -1,4 +1,4 @@
-"""Reward from a server of yours: rows as JSON in batches, an answer with a score for each row."""
+"""Reward from a server of the user: it gets rows as JSON and answers a score for each row."""
 
 import json
 import math
@@ -31,10 +31,10 @@ def remote(
     key_variable: str = "REWARD_SERVER_KEY",
     **columns: Sequence[Any],
 ) -> list[Any]:
-    """What the server answers for each row; see docs/write-a-reward.md for the two forms.
+    """The score of each row from the server; docs/write-a-reward.md has the forms of an answer.
 
-    A request has `batch_size` rows. A row whose request failed `retries` + 1 times, or was not
-    answered in `total_s` seconds, is NaN, so it counts as failed; the trace has the reason.
+    A request has `batch_size` rows. If it fails `retries` + 1 times, or has no answer after
+    `total_s` seconds, the score of its rows is NaN. They count as failed; the trace has the reason.
     """
     until = time.monotonic() + total_s
     server = server_of(url, request_s, retries, 0, key_variable)

@@ -1,4 +1,4 @@
-"""Functions of yours that see a run after each step, and may stop it."""
+"""Callbacks: functions of the user that see a run after each step, and may stop it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ class Sample:
     prompt: str  # as rendered by the chat template
     response: str
     score: float
-    parts: Mapping[str, float]  # of each reward function, unweighted; NaN where it gave None
+    parts: Mapping[str, float]  # unweighted score of each reward function; NaN for None
     ground_truth: Any
     data_source: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  # the sampler's, one a token
-    finished: bool  # False when it was cut at the longest length
+    finished: bool  # False if it was cut at the maximum length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class StepReport:
     _reasons: list[str]
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step. It saves a checkpoint, and the same call goes on from it."""
+        """End the run after this step. It saves a checkpoint, from which the same call resumes."""
         self._reasons.append(reason)
 
 

@@ -1,14 +1,14 @@
 """Sources of batches: prompts for online RL, groups that vary, records for offline training.
 
-A source gives the arrays of each step, and takes back what the step made of them.
+A source returns the batch of each step, and receives the batch back after the step.
 
-Dynamic sampling (DAPO) replaces groups whose samples all got one reward. Such a group teaches
-nothing to an estimator that compares the samples of a prompt. So the stages up to the reward run
-again, on the loader's next prompts, until enough groups vary. The rest of the iteration then runs
-once, on those. Groups that are too many are dropped, as in verl. So the only state is the loader's
-position, which a checkpoint holds, and a resumed run generates the same rounds.
+Dynamic sampling (DAPO) replaces groups whose samples all have the same reward. Such a group has no
+signal for an estimator that compares the samples of a prompt. So the stages up to the reward run
+again on the next prompts, until enough groups vary. The rest of the iteration then runs once, on
+these groups. Surplus groups are dropped, as in verl. So the only state is the position of the
+loader, which a checkpoint holds, and a resumed run generates the same rounds.
 
-The samples stay on the devices meanwhile: a host learns only which groups vary.
+The samples stay on the devices: a host knows only which groups vary.
 
 Yu et al. 2025, arXiv:2503.14476.
 """

@@ -1,21 +1,21 @@
-"""Sources of batches that are generated before their step, by a policy of some updates ago.
+"""Sources of batches that are generated before their step, by an older policy.
 
 The batch of step t comes from the policy after max(0, t - 1 - s) updates, where s is
 `max_staleness`. Which policy that is depends on the step only, not on the clock, so a run has the
 same bits each time.
 
-- With devices of its own, the rollout generates in a thread while the others learn.
-- On one group of devices, generation comes before the updates of a step. What overlaps is the
-  host's part: reward functions grade the batches ahead in a thread, while the devices go on.
-- With partial rollouts a response is generated in parts, by policies that follow each other
+- If the rollout has its own devices, it generates in a thread while the other devices update.
+- On one group of devices, generation comes before the updates of a step. Only the host overlaps:
+  reward functions grade the batches ahead in a thread, while the devices work.
+- With partial rollouts a response is generated in parts, by successive policies
   (`generation/partial_responses.py`). The next batch begins in the same call.
 - With dynamic sampling, all rounds of a batch come from one policy.
-- With several processes all must enter what they exchange in one order. So the main thread moves
-  fields and weights: a batch comes to the actor before the next weights leave it. A step grades
-  its own batch.
+- With several processes, all must enter their exchanges in the same order. So the main thread moves
+  fields and weights: a batch reaches the actor before the next weights leave it. A step grades its
+  own batch.
 
-A checkpoint keeps what was generated, also what is unfinished. The loader draws the prompts again,
-and the host grades them again.
+A checkpoint holds what was generated, also unfinished responses. After a resume the loader draws
+the prompts again, and the host grades them again.
 """
 
 import time

@@ -94,10 +94,10 @@ def train(
     callbacks: Sequence[Callback] = (),
     end_process: EndProcess | None = None,
 ) -> Summary:
-    """Run `config` to its end, from wherever its run_dir stands.
+    """Run `config` to its end. If its run_dir has a checkpoint, resume from it.
 
     `callbacks` are called after each step, and may end the run.
-    `end_process` (os._exit) lets the watchdog end this process when a step stands still.
+    `end_process` (os._exit) lets the watchdog end this process when a step hangs.
     """
     with open_run_folder(config) as folder:
         if folder.is_finished(config):

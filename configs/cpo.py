@@ -1,4 +1,4 @@
-"""CPO on pairs of a right and a wrong sum, from nothing, on two CPU cores.
+"""CPO on pairs of a right and a wrong sum, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/cpo.py
 

@@ -1,4 +1,4 @@
-"""DPO on people's preferences between sentences of movie reviews, from nothing, on two CPU cores.
+"""DPO on human preferences between sentences of movie reviews, from random weights, on two cores.
 
 python scripts/prepare_data.py movie_preferences --output=movie_preferences
 python scripts/train.py --config=configs/dpo_movies.py

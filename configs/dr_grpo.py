@@ -1,4 +1,4 @@
-"""Dr. GRPO on sums of three digits, from nothing, on two CPU cores.
+"""Dr. GRPO on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/dr_grpo.py
 

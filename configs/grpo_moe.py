@@ -1,4 +1,4 @@
-"""GRPO with a mixture of experts on sums of three digits, from nothing, on two CPU cores.
+"""GRPO with a mixture of experts on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/grpo_moe.py
 

@@ -1,4 +1,4 @@
-"""GSPO on sums of three digits, from nothing, on two CPU cores.
+"""GSPO on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/gspo.py
 

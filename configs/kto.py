@@ -1,4 +1,4 @@
-"""KTO on single sums labelled right or wrong, from nothing, on two CPU cores.
+"""KTO on single sums labelled right or wrong, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/kto.py
 

@@ -1,4 +1,4 @@
-"""OPO on sums of three digits, from nothing, on two CPU cores.
+"""OPO on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/opo.py
 

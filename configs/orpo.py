@@ -1,4 +1,4 @@
-"""ORPO on pairs of a right and a wrong sum, from nothing, on two CPU cores.
+"""ORPO on pairs of a right and a wrong sum, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/orpo.py
 
@@ -14,7 +14,7 @@ from jaxrl_llm.configs.dpo import get_config as dpo_config
 
 
 def get_config() -> c.Config:
-    """The pairs of DPO, learned from nothing."""
+    """The pairs of DPO, learned from random weights."""
     base = dpo_config()
     optimizer = c.OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=20)
     return replace(

@@ -1,4 +1,4 @@
-"""PPO with a critic on sums of three digits, from nothing, on two CPU cores.
+"""PPO with a critic on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/ppo.py
 

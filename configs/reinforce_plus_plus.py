@@ -1,4 +1,4 @@
-"""REINFORCE++ on sums of three digits, from nothing, on two CPU cores.
+"""REINFORCE++ on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/reinforce_plus_plus.py
 

@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning on sums of three digits, from nothing, on two CPU cores.
+"""Rejection-sampling fine-tuning on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/rejection_sampling.py
 

@@ -1,4 +1,4 @@
-"""ReMax on sums of three digits, from nothing, on two CPU cores.
+"""ReMax on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/remax.py
 

@@ -1,4 +1,4 @@
-"""RLOO on sums of three digits, from nothing, on two CPU cores.
+"""RLOO on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/rloo.py
 

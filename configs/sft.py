@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on sums of three digits, from nothing, on two CPU cores.
+"""Supervised fine-tuning on sums of three digits, from random weights, on two CPU cores.
 
 python scripts/train.py --config=configs/sft.py
 

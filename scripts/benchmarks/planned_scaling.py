@@ -97,7 +97,7 @@ def choices(
     slots: int = 0,
 ) -> Iterator[str]:
     """The fastest layout of each model, algorithm and number of devices, as rows of a table."""
-    yield "| model | GPUs | step, s | tokens/s a GPU | GB | search, s | layout |"
+    yield "| model | GPUs | step, s | tokens/s per GPU | GB | search, s | layout |"
     yield "|---|---|---|---|---|---|---|"
     for name, hf in models.items():
         for algorithm in algorithms:
@@ -120,7 +120,7 @@ def choices(
 
 def weak_scaling() -> Iterator[str]:
     """Tokens a second and GPU with as many prompts a GPU, from the first number that fits."""
-    yield "| run | GPUs | mesh | step, s | tokens/s a GPU | of the first |"
+    yield "| run | GPUs | mesh | step, s | tokens/s per GPU | of the first |"
     yield "|---|---|---|---|---|---|"
     for config in (scale_config("ppo_72b_1024"), scale_config("dpo_70b_1024")):
         whole, first = work_of(config), 0.0

@@ -119,3 +119,12 @@ def test_the_figures_of_readme_are_the_current_ones():
         assert theirs is not None
         shown = (f"| {ours.split()[0]} ", f": {theirs[1]} |", f"| {ratio} |")
         assert any(all(part in line for part in shown) for line in page.splitlines()), shown
+
+
+def test_the_readme_gives_the_two_commands_that_every_change_runs():
+    """`.ci/run` takes them from there."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("pip install")] == [
+        "pip install -e . && python scripts/train.py --config=configs/ppo.py",
+        "pip install -e '.[test]' && pytest",
+    ]

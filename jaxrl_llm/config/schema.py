@@ -251,7 +251,7 @@ class ActorConfig(AdaptedSettings):
     ppo_epochs: Count = 1
     # Draw mini-batches of samples, the critic's too, in each epoch. False keeps prompts whole.
     shuffle: bool = False
-    micro_batch_size: Whole = 0  # samples a device and forward pass; 0 takes the whole mini-batch
+    micro_batch_size: Whole = 0  # samples per device and forward pass; 0 takes the whole mini-batch
     # Samples are packed into rows of so many tokens a device and pass; 0 pads each in its own row
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once

@@ -207,8 +207,8 @@ def _lines(kept: Sequence[Candidate], rates: Rates, known: bool, refused: str) -
     for i, each in enumerate(kept):
         word = "chosen" if i == 0 else "next  "
         lines.append(
-            f"  {word} {number(each.planned.seconds)} s a step, {number(each.planned.peak / GB)} "
-            f"GB a device: {' '.join(each.flags) or 'one device'}"
+            f"  {word} {number(each.planned.seconds)} s per step, {number(each.planned.peak / GB)} "
+            f"GB per device: {' '.join(each.flags) or 'one device'}"
         )
     if refused:
         lines.append(f"  no role with devices of its own was considered: {refused}")
@@ -247,4 +247,4 @@ def _why_not(planned: Estimate, best: Estimate) -> str:
     elif best.generates_ahead:
         parts.append("generation and learning take turns")
     reasons = f": {', '.join(parts)}" if parts else ""
-    return f"why not {_form(planned)}: {number(planned.seconds)} s a step{reasons}"
+    return f"why not {_form(planned)}: {number(planned.seconds)} s per step{reasons}"

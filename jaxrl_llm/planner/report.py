@@ -273,12 +273,12 @@ def _summary(report: Report) -> list[str]:
     planned = report.planned
     found = [
         f"a step: {number(planned.seconds)} s, {planned.work.samples.tokens:,} tokens, "
-        f"{planned.tokens_per_second:,.0f} tokens/s a device",
+        f"{planned.tokens_per_second:,.0f} tokens/s per device",
     ]
     if report.scaling is not None:
         assert report.small is not None
         small = report.small.estimate.devices.count
-        found.append(f"{report.scaling:.0%} of {small} devices with the same prompts a device")
+        found.append(f"{report.scaling:.0%} of {small} devices with the same prompts per device")
     if report.better:
         word = "faster" if planned.fits else "layouts that fit"
         group = ", as one group without placement and node_groups" if planned.apart else ""

@@ -603,7 +603,7 @@ def test_the_report_is_written_as_json_and_fits_decides_the_exit_code(
     assert report["placement"] == {}
     total = sum(memory["kept"].values()) + max(memory["temporary"].values())
     assert memory["peak"] == pytest.approx(total)
-    assert "tokens/s a device" in capsys.readouterr().out
+    assert "tokens/s per device" in capsys.readouterr().out
     sizes = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 64}
     huge = [f"--config.actor.hf_config.{name}={size}" for name, size in sizes.items()]
     assert commands.plan([*FLAGS, *huge, "--config.actor.dtype=bfloat16"]) == 1

@@ -80,7 +80,7 @@ class AttendHeads(Protocol):
 
 @dataclass(frozen=True)
 class Mixers:
-    """An `Attend` with what layers of a gated delta rule need.
+    """An `Attend`, and the functions that layers of a gated delta rule need.
 
     `attend_heads` takes the heads for which `heads_fit`; None: it takes none.
     """

@@ -1,6 +1,6 @@
 """DeepSeek-V3: latent attention, experts with a sigmoid router, shared experts (arXiv:2412.19437).
 
-The first layers are dense. Layers of the files that predict further tokens are not read.
+The first layers are dense. Multi-token prediction layers of the files are not read.
 """
 
 import math
@@ -143,7 +143,7 @@ def _attention_names(config: ModelConfig, latent: Latent, path: Path, prefix: st
 
 
 def predicts_further(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor of the files is of a layer that predicts the token after the next one."""
+    """Whether a tensor belongs to a multi-token prediction layer."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= config.num_layers
 

@@ -1,8 +1,8 @@
-"""Pages of the cache: which sample owns which page, and who gets the next ones.
+"""Pages of the cache: which sample owns which page, and which sample gets the next ones.
 
 If memory suffices for all slots at full length, each slot has fixed pages. Otherwise a slot takes a
-page when its sample outgrows the pages it has. A page is free when its last owner is not live any
-more, so nobody returns pages. A slot that gets no page waits: it is computed in that step, but
+page when its sample outgrows the pages it has. A page is free when its last owner has ended, so
+pages are not returned explicitly. A slot that gets no page waits: it is computed in that step, but
 writes nothing.
 
 Guarantees: no deadlock. Enough pages for one whole response are held back for the oldest live

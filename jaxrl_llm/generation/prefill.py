@@ -1,4 +1,4 @@
-"""The prefill: prompts are computed many at once and ahead of need.
+"""The prefill: computes many prompts at once, before slots need them.
 
 Shape letters: B slots, A rows of a prefill, L tokens of such a row, C prompt rows of the cache.
 """

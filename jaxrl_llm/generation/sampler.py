@@ -26,9 +26,9 @@ class SamplingParams:
     """How responses are sampled. Filters apply in the order top-k, top-p, min-p.
 
     Each filter works on the softmax at `temperature` and keeps all tokens that tie with the last
-    one kept. As in transformers, top-p counts the mass of the tokens that top-k left. Log-probs are
-    those of the full softmax, because the trainer recomputes these. So with a filter, the sampled
-    policy is narrower than the reported log-probs say.
+    one kept. As in transformers, top-p uses the probabilities of the tokens that top-k kept.
+    Log-probs are of the full softmax, because the trainer recomputes these. So with a filter, the
+    sampled policy is narrower than the reported log-probs say.
     """
 
     max_new_tokens: int
@@ -58,7 +58,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the likeliest token is always taken. The filters then have no effect."""
+        """True if the most likely token is always taken. The filters then have no effect."""
         return self.temperature == 0
 
     @property

@@ -1,4 +1,4 @@
-"""What a caller of the engine chooses: sampling, slots, cache and number format."""
+"""Settings of the engine: sampling, slots, cache and number format."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +18,7 @@ class GenerationSettings:
     """Settings of one generation program. Hashable, so it may be a static argument of `jax.jit`.
 
     Only `sampling` and `quantization` change results; `attention` changes rounding. The other
-    settings change memory and speed. A number of slots or of cache tokens counts for one replica.
+    settings change memory and speed. Numbers of slots and of cache tokens are for one replica.
     """
 
     sampling: SamplingParams

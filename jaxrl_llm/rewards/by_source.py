@@ -1,4 +1,4 @@
-"""Held-out answers are graded by the grader of their data source."""
+"""Grading of held-out answers by the grader of their data source."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Grades:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceGraders:
-    """A grader for each data source that has one of its own, and one for the others."""
+    """Graders of single data sources, and one grader for all others."""
 
     default: RewardManager
     by_source: Mapping[str, RewardManager]

@@ -1,4 +1,4 @@
-"""What the reward functions did, in counts that add up over the processes of a run."""
+"""Statistics of reward functions, as counts that can be added over the processes of a run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from jaxrl_llm.observability.moments import Moments
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStatistics:
-    """What the reward functions did on some samples; `merge` gives that of all samples."""
+    """Statistics of the reward functions on some samples; `merge` gives those of all samples."""
 
     logged: dict[str, Moments] = field(default_factory=dict)  # by metric name
     parts: dict[str, Moments] = field(default_factory=dict)  # rewards by function, without NaN

@@ -52,7 +52,7 @@ class MetricsLog(ABC):
 
     @abstractmethod
     def stage(self, step: int, running: Sequence[str]) -> None:
-        """What of a step goes on now; empty between stages."""
+        """Show the current stage of a step; empty between stages."""
 
 
 class RunOutput(MetricsLog):
@@ -153,7 +153,7 @@ class RunOutput(MetricsLog):
             tracker.log(step, {GLOBAL_STEP: step, **numbers})
 
     def flush(self) -> None:
-        """Until the trace of every step so far is written: a checkpoint does not come before it."""
+        """Wait until the trace of every step so far is written. A checkpoint comes after it."""
         if self._trace is not None:
             self._trace.wait()
 
@@ -177,12 +177,12 @@ class RunOutput(MetricsLog):
             self._console.message(text)
 
     def status(self, text: str) -> None:
-        """What goes on before the first step."""
+        """Show what happens before the first step."""
         if self._console is not None:
             self._console.status(text)
 
     def stage(self, step: int, running: Sequence[str]) -> None:
-        """What of a step goes on now; empty between stages."""
+        """Show the current stage of a step; empty between stages."""
         if self._console is not None:
             self._console.stage(step, running)
 

@@ -1,4 +1,4 @@
-"""How far a run is, and how fast: totals, the clock of steps, use of the devices, summary."""
+"""The progress of a run: totals, the clock of steps, use of the devices, summary."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Plan = OnlinePlan | OfflinePlan
 
 @dataclass(kw_only=True)
 class Totals:
-    """What the summary reports; part of the checkpoint, so that a resumed run reports all of it."""
+    """What the summary reports. The checkpoint holds it, so a resumed run reports all steps."""
 
     first: dict[str, float] = field(default_factory=dict)  # validation before the first step
     last: dict[str, float] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Clock:
     _steps: int = 0
 
     def start(self, timer: Timer) -> Timer:
-        """Begin a step; the timer of its stages. The first one counts what was compiled ahead."""
+        """Begin a step; returns its stage timer. The first one counts what was compiled ahead."""
         if self._steps:
             COLLECTOR.end_start()
             self._compiled = self.compilations.programs(PROGRAM)
@@ -207,7 +207,7 @@ class Summary:
 
 
 def print_summary(summary: Summary, config: Config) -> None:
-    """What changed, how fast, and where everything is; process 0 alone prints."""
+    """Print what changed, how fast, and where everything is. Only process 0 prints."""
     if is_main():
         print("\n".join(summary_lines(summary, config)), flush=True)
 

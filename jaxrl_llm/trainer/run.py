@@ -135,7 +135,7 @@ def train(
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run has open: its plan, data, output and checkpoints."""
+    """An open run: its plan, data, output and checkpoints."""
 
     config: Config
     run_dir: Path
@@ -380,15 +380,15 @@ class Run:
 def saves_first(config: Config) -> bool:
     """Whether a run writes a checkpoint before its first step.
 
-    A run without it begins again, with the same bits. One that trained before its steps would do
-    that twice, and a deadline needs to know how long a save takes.
+    Without one, a killed run starts again from step 0, with the same bits. But a run with a warm-up
+    would repeat it, and a deadline needs to know how long a save takes.
     """
     asked = config.save_every or config.checkpoint.save_by or not config.total_steps
     return bool(asked or has_supervised(config))
 
 
 def finished_summary(folder: RunFolder, config: Config) -> Summary:
-    """The summary of a run whose steps were all done before; says so."""
+    """The summary of a run that was already finished; prints a line about it."""
     if is_main():
         print(folder.nothing_to_do(config.total_steps), flush=True)
     checkpoint = folder.path / layout.CHECKPOINTS / f"{layout.STEP_PREFIX}_{folder.latest_step}"

@@ -402,7 +402,7 @@ class _Supervised:
 
 
 def run_identity(plan: Plan, tokenizer: Tokenizer) -> Identity:
-    """What a checkpoint of this run is of. It is compared at a resume."""
+    """Which model and data a checkpoint of this run belongs to. A resume compares it."""
     roles = plan.roles | plan.bases
     if isinstance(plan, OfflinePlan) and plan.reference is not None:
         roles[plan.reference.name] = plan.reference
@@ -468,7 +468,7 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
 
 
 def bases_record(plan: Plan, states: States) -> dict[str, Record]:
-    """A record of each base that is read again. Every process calls it."""
+    """A record of each base that a resume reads again. Every process must call it."""
     return {
         name: base_record(plan.bases[name], source, _seed(plan, name), states[name])
         for name, source in plan.reloaded.items()
@@ -476,7 +476,7 @@ def bases_record(plan: Plan, states: States) -> dict[str, Record]:
 
 
 def read_bases(plan: Plan, saved: dict[str, Any]) -> States:
-    """The bases of a run that goes on. Raises: ConfigError where one is not what it was."""
+    """The bases of a resumed run. Raises: ConfigError if one has changed."""
     if saved.keys() != plan.reloaded.keys():
         raise ConfigError(
             f"the checkpoint names the frozen weights {sorted(saved) or 'of its own folder'}, and "

@@ -1,4 +1,4 @@
-"""One training under way: what it computes, on what, where it stands, and what is reported."""
+"""One training in progress: its plan, its batches, its position, and what it reports."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
 class Training:
     """A plan, a source of batches, and the states that its steps change.
 
-    A run's own steps are one. So is each supervised training that a run begins with: it has no
-    clock, no checkpoints, and metrics in a file of its own.
+    The steps of a run are one training. Each supervised training before them is another: it has no
+    clock, no checkpoints, and its own file of metrics.
     """
 
     plan: Plan
@@ -61,7 +61,7 @@ class Training:
     _save_asked: bool = False  # by an alarm of the last step
 
     def begin_step(self) -> Timer:
-        """Go on to the next step; the timer of its stages."""
+        """Begin the next step. Returns the timer of its stages."""
         self.step += 1
         if self.plan.begins_program(self.step):
             self.watch.forget()
@@ -118,7 +118,7 @@ class Training:
         return self._is_due(self.save_every) or self.stopped or self._save_asked
 
     def validate(self) -> dict[str, float]:
-        """Held-out metrics after the last step; empty where there is nothing to measure."""
+        """Held-out metrics after the last step; empty if there is nothing to measure."""
         if self.step == 0 and not self.validate_first:
             return {}
         started = time.perf_counter()
@@ -140,7 +140,7 @@ class Training:
         return metrics | {"timing_s/testing": time.perf_counter() - started}
 
     def report(self, metrics: dict[str, float]) -> None:
-        """Write the metrics of the last step, and agree with the other processes how to go on."""
+        """Write the metrics of the last step. The processes then agree whether to continue."""
         self.output.log(self.step, metrics)
         if self.callbacks is not None:
             self.callbacks.step(self.step, metrics)
@@ -152,7 +152,7 @@ class Training:
             self.stopped = self.stopped or asked or self.alarmed or self.called_off
 
     def save(self, metrics: dict[str, float]) -> None:
-        """Write a checkpoint, where the training has any."""
+        """Write a checkpoint, if the training has checkpoints."""
         if self.save_with is not None:
             self.watch.enter("save")
             self.output.stage(self.step, ["save"])

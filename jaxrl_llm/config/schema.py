@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator
@@ -43,7 +43,12 @@ from jaxrl_llm.typed_records.record import Record, records_in, validate
 
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
-AXES = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")  # of the mesh, in its order
+# Of the mesh, outermost first. Neighbours on the innermost axis are neighbours in the machine.
+MeshAxis = Literal["data", "pipeline", "fsdp", "expert", "sequence", "tensor"]
+AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
+# One coordinate of these axes is a replica: it holds a share of the batch. The stages of a pipeline
+# pass rows through each other's layers, and share all else as replicas do.
+REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "pipeline", "fsdp", "expert")
 
 
 def _placement(value: Any) -> Any:
@@ -116,7 +121,7 @@ class MeshConfig(Record):
     @property
     def num_replicas(self) -> int:
         """How many ways a batch is split."""
-        return self.data * self.pipeline * self.fsdp * self.expert
+        return math.prod(self.sizes[axis] for axis in REPLICA_AXES)
 
     def replicas_with(self, tensor: int) -> int:
         """How many ways a model with its own tensor size splits a batch; 0 is the mesh's size."""

@@ -16,9 +16,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.config.schema import REPLICA_AXES, MeshAxis
 from jaxrl_llm.distributed.mesh import (
-    REPLICA_AXES,
-    MeshAxis,
     axis_parts,
     axis_size,
     make_mesh,

@@ -11,18 +11,13 @@ has several parts: "fsdp.0" and "fsdp.1" together are the axis fsdp, the outermo
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-# Outermost first. Neighbours on the innermost axis are neighbours in the machine.
-MeshAxis = Literal["data", "pipeline", "fsdp", "expert", "sequence", "tensor"]
-AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
-# One coordinate of these axes is a replica: it holds a share of the batch. The stages of a pipeline
-# pass rows through each other's layers, and share all else as replicas do.
-REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "pipeline", "fsdp", "expert")
+from jaxrl_llm.config.schema import AXES, REPLICA_AXES, MeshAxis
 
 
 def make_mesh(

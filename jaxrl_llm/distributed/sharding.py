@@ -12,7 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.mesh import AXES, REPLICA_AXES, axis_size, parts_of
+from jaxrl_llm.config.schema import AXES, REPLICA_AXES
+from jaxrl_llm.distributed.mesh import axis_size, parts_of
 
 LogicalAxis = Literal[
     "batch",

@@ -12,6 +12,7 @@ import jax
 
 from jaxrl_llm.config import Config, is_offline
 from jaxrl_llm.config.placement import on_one_group
+from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.distributed.communication import (
     DECODE_STEPS,
     MICRO_BATCHES,
@@ -27,7 +28,7 @@ from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import planned_reward
-from jaxrl_llm.planner.devices import ORDER, Devices
+from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate
 from jaxrl_llm.planner.packing import rows_of
 from jaxrl_llm.planner.seconds import StageTime
@@ -169,8 +170,8 @@ def _with_traffic(time: StageTime, stage: CompiledStage, planned: Estimate) -> S
     latency = 0.0
     for row in stage.rows:
         totals = row.totals(counts)
-        axes = [axis for axis in ORDER if axis in re.split(r"[.+\d]+", row.axis)]
-        name = "+".join(axes or ORDER)  # of a group that is no product of axes: all of them
+        axes = [axis for axis in AXES if axis in re.split(r"[.+\d]+", row.axis)]
+        name = "+".join(axes or AXES)  # of a group that is no product of axes: all of them
         if row.kind in ("all-gather", "reduce-scatter") and "tensor" not in axes:
             name += GATHERED
         received[name] = received.get(name, 0.0) + totals.bytes

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.planner.rates import Rates
-
-# Neighbours last, as in the mesh.
-ORDER = ("data", "pipeline", "fsdp", "expert", "sequence", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +56,7 @@ class Devices:
     def on_host(self, axes: Sequence[str]) -> int:
         """How many devices of such a group are on the host of one of them."""
         inner, found, per_host = 1, 1, self.per_host
-        for axis in reversed(ORDER):
+        for axis in reversed(AXES):
             size = getattr(self.mesh, axis)
             if axis in axes:
                 found *= max(1, min(size, per_host // inner))

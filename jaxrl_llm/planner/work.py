@@ -18,7 +18,7 @@ from jaxrl_llm.config import (
     ModelSettings,
     is_offline,
 )
-from jaxrl_llm.distributed.mesh import AXES
+from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.layers import FROZEN
 from jaxrl_llm.plan.models import base_settings, find_tokenizer

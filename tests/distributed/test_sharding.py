@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.distributed.mesh import (
-    AXES,
     axis_parts,
     axis_size,
     check_mesh,

@@ -13,10 +13,10 @@ from target import CUBLAS, h200_mesh, needs_compiler
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.config.schema import REPLICA_AXES
 from jaxrl_llm.distributed.communication import collectives
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import shard_rows
-from jaxrl_llm.distributed.mesh import REPLICA_AXES
 from jaxrl_llm.learner.losses import PolicyLoss
 from jaxrl_llm.learner.micro_batches import Packed
 from jaxrl_llm.learner.train_step import mini_batches, train_step

@@ -8,12 +8,18 @@ from typing import Any
 
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
 from jaxrl_llm.config.rules import Faults
-from jaxrl_llm.config.schema import Config, MeshConfig, ModelSettings, SupervisedConfig, is_offline
+from jaxrl_llm.config.schema import (
+    REPLICA_AXES,
+    Config,
+    MeshConfig,
+    ModelSettings,
+    SupervisedConfig,
+    is_offline,
+)
 from jaxrl_llm.typed_records.bounds import MOST
 from jaxrl_llm.typed_records.tree import every, value_at
 
 MOST_DEVICES = 2**20
-REPLICAS = ("data", "pipeline", "fsdp", "expert")  # the axes of the mesh that split a batch
 
 
 def divisors(number: int) -> list[int]:
@@ -44,7 +50,7 @@ def role_at(c: Config, key: str) -> str:
 def _replicas(c: Config, mesh: MeshConfig) -> str:
     """The words for the replicas of a mesh, which is the config's or that of a role apart."""
     of = "the mesh" if mesh == c.mesh else "config.placement"
-    split = [f"{axis} {mesh.sizes[axis]}" for axis in REPLICAS if mesh.sizes[axis] > 1]
+    split = [f"{axis} {mesh.sizes[axis]}" for axis in REPLICA_AXES if mesh.sizes[axis] > 1]
     return f"the {mesh.num_replicas} replicas of {of} ({' × '.join(split)})"
 
 

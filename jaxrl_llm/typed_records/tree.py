@@ -86,14 +86,7 @@ def differences(a: Any, b: Any, key: str = "") -> list[str]:
     return [name for names in found for name in names]
 
 
-def leaf_keys(config: Record, prefix: str = "") -> Iterator[str]:
-    """The dotted key of every value of a config that is no record itself."""
-    for name in fields_of(config):
-        value = getattr(config, name)
-        key = f"{prefix}{name}"
-        yield from leaf_keys(value, f"{key}.") if isinstance(value, Record) else [key]
-
-
 def key_that_ends_in(name: str, config: Record) -> str:
     """The first dotted key that ends in `name`; empty where there is none."""
-    return next((key for key in leaf_keys(config) if key.rpartition(".")[2] == name), "")
+    holders = (key for key, record in every(config, Record) if name in fields_of(record))
+    return next((f"{key}.{name}".removeprefix(".") for key in holders), "")

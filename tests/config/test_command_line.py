@@ -298,6 +298,8 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.sed=1", ["config.sed", "did you mean 'config.seed'", "total_steps"]),
         ("--config.learning_rate=1", ["'config.actor.optimizer.learning_rate'"]),
         ("--config.actor.optimizer.lerning_rate=1", ["'config.actor.optimizer.learning_rate'"]),
+        ("--config.optimizer.b1=0", ["config.optimizer; did you mean 'config.actor.optimizer'"]),
+        ("--config.num_terms=4", ["did you mean 'config.data.train_tasks.0.num_terms'"]),
         ("--config.algorithm.clip_lo=1", ["did you mean 'config.algorithm.clip_low'", "gamma"]),
         ("--config.algorithm.clip_low=x", ["clip_low=x", "expected a number"]),
         ("--config.algorithm=pop", ["there is no pop; did you mean 'ppo'", "there are: ppo, grpo"]),

@@ -6,7 +6,8 @@ from pathlib import Path
 from jaxrl_llm.config import Config, RewardConfig, RewardModelConfig, SupervisedConfig
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.launch.config_keys import GIVEN, comments, help_text, page, sections
-from jaxrl_llm.typed_records.tree import leaf_keys
+from jaxrl_llm.typed_records.record import Record
+from jaxrl_llm.typed_records.tree import entries, every
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,9 +21,14 @@ def test_every_key_is_listed_with_its_own_default():
     listed = {key.name: key for _, _, keys in sections() for key in keys}
     training = RewardModelConfig(training=SupervisedConfig())
     whole = Config(warmup=SupervisedConfig(), reward=RewardConfig(model=training))
-    trained = {key for key in leaf_keys(whole) if key.startswith("reward.model.training.")}
-    graders = {key for key in leaf_keys(whole) if key.startswith("validation.grader.")}
-    assert set(leaf_keys(whole)) - set(GIVEN) - trained - graders <= set(listed)
+    keys = {
+        f"{key}.{name}".removeprefix(".")
+        for key, record in every(whole, Record)
+        for name, value in entries(record)
+        if not isinstance(value, Record)
+    }
+    listed_once = ("reward.model.training.", "validation.grader.")
+    assert {key for key in keys if not key.startswith(listed_once)} - set(GIVEN) <= set(listed)
     found = [(listed[key].type, listed[key].default) for key in ("rollout.n", "algorithm")]
     assert found == [("integer ≥ 1", "1"), ("kind", "ppo")]
     # The critic's own default, not that of any optimizer.

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ValidationInfo, field_validator
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import Fraction, NotNegative
-from jaxrl_llm.typed_records.record import Record, field_names, validate
+from jaxrl_llm.typed_records.record import Record, fields_of, validate
 
 __all__ = ["Alarm", "AlarmsConfig"]
 
@@ -98,7 +98,7 @@ def _all_of_one_action(given: Any) -> Any:
         return given
     if given not in ACTIONS:
         raise ValueError(f"expected one of {', '.join(ACTIONS)}{nearest(given, ACTIONS)}")
-    every: dict[str, Any] = dict.fromkeys(field_names(AlarmsConfig), str(given))
+    every: dict[str, Any] = dict.fromkeys(fields_of(AlarmsConfig), str(given))
     return AlarmsConfig(**every)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from jaxrl_llm.typed_records.bounds import UpTo, Whole
-from jaxrl_llm.typed_records.record import Custom, Kind, field_names, kinds_of, one_of, records_in
+from jaxrl_llm.typed_records.record import Custom, Kind, fields_of, kinds_of, one_of, records_in
 
 Digits = Annotated[int, Ge(1), Le(18)]
 
@@ -45,7 +45,7 @@ class Task(Kind):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the problems."""
-        return {name: getattr(self, name) for name in field_names(self) if name != "size"}
+        return {name: getattr(self, name) for name in fields_of(self) if name != "size"}
 
 
 class ChainSum(Task, kind="chain_sum"):

@@ -17,7 +17,7 @@ from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule
 from jaxrl_llm.data_files import HUB, check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name
 from jaxrl_llm.typed_records.messages import explain
-from jaxrl_llm.typed_records.record import field_names, fields_of, validate
+from jaxrl_llm.typed_records.record import fields_of, validate
 from jaxrl_llm.typed_records.tree import as_dict
 
 ALGORITHM = "algorithm."
@@ -162,7 +162,7 @@ def _drop_settings(values: dict[str, Any], answers: dict[str, Answer]) -> None:
     """Leave out settings that the chosen algorithm does not have, and say so of their keys."""
     kind = values["algorithm.kind"]
     record = next(cls for cls in ALGORITHMS if cls.kind == kind)
-    known = {"kind", *field_names(record)}
+    known = {"kind", *fields_of(record)}
     dropped = [
         name
         for name in values

@@ -28,13 +28,13 @@ def apply_override(config: R, key: str, value: Any) -> R:
 
 def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
     """`node` with the value that `parts` leads to replaced; `key` is how far we are."""
-    part, rest, raw, texts = parts[0], parts[1:], False, False
+    part, rest, raw = parts[0], parts[1:], False
     below = f"{key}.{part}"
     if isinstance(node, Record):
         if part not in fields_of(node):
             raise _unknown(node, parts, str(text), key, root)
         annotation, child = fields_of(node)[part].annotation, getattr(node, part)
-        raw, texts = annotation is str, _is_list_of_text(annotation)
+        raw = annotation is str or _is_only_entry(text, annotation)
         if rest and child is None:
             child = _default(annotation, below)
     elif isinstance(node, tuple | list):
@@ -46,12 +46,7 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
         child = node.get(part, {})
     else:
         raise ConfigError(f"{below}: {key} is a single value and has no keys below it")
-    if rest:
-        value = _set(child, rest, text, below, root)
-    elif texts and isinstance(text, str) and text and text.strip()[:1] not in ENCLOSING:
-        value = Text(text)  # the only entry of the list, which may be a new line
-    else:
-        value = _parse(text, below, raw=raw)
+    value = _set(child, rest, text, below, root) if rest else _parse(text, below, raw=raw)
     if isinstance(node, dict):
         return {**node, part: value}
     if isinstance(node, tuple | list):
@@ -62,10 +57,11 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
         raise explain(error, node, key) from None
 
 
-def _is_list_of_text(annotation: Any) -> bool:
-    """Whether a key holds texts, as in tuple[str, ...]."""
+def _is_only_entry(text: Any, annotation: Any) -> bool:
+    """Whether text is all of a list of texts, as in tuple[str, ...]. It may be a new line."""
     entry = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
-    return entry is str or get_args(entry)[:1] == (str,)
+    of_texts = entry is str or get_args(entry)[:1] == (str,)
+    return of_texts and isinstance(text, str) and not text.strip().startswith(ENCLOSING)
 
 
 def _default(annotation: Any, key: str) -> Any:

@@ -53,7 +53,7 @@ class Record:
     @classmethod
     def _known_keys(cls, given: Any) -> Any:
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
-        known = field_names(cls)
+        known = fields_of(cls)
         for name in map(str, values) if isinstance(values, dict) else ():
             if name not in known:
                 context = {"name": name, "hint": nearest(name, known), "known": ", ".join(known)}
@@ -182,8 +182,3 @@ def validate(cls: type[C], values: Any) -> C:
 def fields_of(record: Any) -> dict[str, FieldInfo]:
     """The fields of a record or its class, by name."""
     return record.__pydantic_fields__
-
-
-def field_names(record: Any) -> tuple[str, ...]:
-    """The keys of a record or its class."""
-    return tuple(fields_of(record))

@@ -11,12 +11,12 @@ from jaxrl_llm.evaluation.answer_settings import (
     StreamSettings,
     read_settings,
 )
-from jaxrl_llm.typed_records.record import field_names
+from jaxrl_llm.typed_records.record import fields_of
 
 
 def test_keyword_arguments_are_the_settings():
-    assert set(field_names(AnswerSettings)) == set(AnswerKeys.__annotations__)
-    assert set(field_names(StreamSettings)) == set(StreamKeys.__annotations__)
+    assert set(fields_of(AnswerSettings)) == set(AnswerKeys.__annotations__)
+    assert set(fields_of(StreamSettings)) == set(StreamKeys.__annotations__)
 
 
 @pytest.mark.parametrize(

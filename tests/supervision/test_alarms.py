@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm.config import AlarmsConfig, Config, ConfigError, apply_override, open_config
 from jaxrl_llm.supervision.alarms import REARM, Alarms, Event, watchers
-from jaxrl_llm.typed_records.record import field_names
+from jaxrl_llm.typed_records.record import fields_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 HELD_OUT = "val-core/sums/reward/mean@1"
@@ -65,7 +65,7 @@ def test_a_watcher_fires_once_where_it_should(name: str) -> None:
 
 
 def test_every_watcher_is_tested_and_has_settings() -> None:
-    names = field_names(AlarmsConfig)
+    names = fields_of(AlarmsConfig)
     assert set(CASES) | {"reward_hacking"} == set(names) == set(watchers(AlarmsConfig()))
 
 
@@ -159,7 +159,7 @@ def test_one_word_sets_a_watcher_or_all() -> None:
     one = apply_override(open_config("ppo"), "alarms.kl", "stop").alarms
     assert one.kl.action == "stop" and one.kl.threshold == 1.0 and one.entropy.action == "warn"
     every = apply_override(open_config("ppo"), "alarms", "off").alarms
-    assert {getattr(every, name).action for name in field_names(every)} == {"off"}
+    assert {getattr(every, name).action for name in fields_of(every)} == {"off"}
 
 
 def test_the_page_has_the_defaults() -> None:
@@ -167,5 +167,5 @@ def test_the_page_has_the_defaults() -> None:
     found = {name: None if number == "–" else float(number) for name, number in rows}
     config = AlarmsConfig()
     assert found == {
-        name: getattr(getattr(config, name), "threshold", None) for name in field_names(config)
+        name: getattr(getattr(config, name), "threshold", None) for name in fields_of(config)
     }

@@ -1,1 +1,1 @@
-"""Compiled programs: made side by side by threads, kept on disk, counted. Nothing here knows RL."""
+"""Compiled programs: made by threads, kept on disk, counted, guarded. Nothing here knows RL."""

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.compiling.ahead import Compilers
 from jaxrl_llm.compiling.chain import Chain, job_of
+from jaxrl_llm.compiling.guards import memory_guard
 from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
@@ -46,8 +47,7 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import memory_guard
+from jaxrl_llm.plan.dataflow import MORE_DEVICES, States
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
@@ -58,6 +58,10 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt
 
 CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy
+NEEDS_LESS_MEMORY = (
+    "smaller config.rollout.cache_tokens or num_slots, or config.data.val_batch_size",
+    MORE_DEVICES,
+)
 NUM_DRAWS = 1000  # of a prompt's samples, to estimate maj@n
 SEED_STREAM = 1  # validation draws from another stream than training
 
@@ -167,7 +171,7 @@ class Validator:
                 first_sample=first,
             )
             arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids)
-            with memory_guard(None):
+            with memory_guard("validation", NEEDS_LESS_MEMORY):
                 arguments = *place_held(arrays, self._sharding, self._rows), device_step
                 if not self._compiled:
                     part = takes_part(self._mesh)

@@ -44,7 +44,7 @@ Measure = Callable[[Any, Fields], Metrics]
 BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
 STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
 STEP_METRICS += ROUTER_METRICS
-NONFINITE = "nonfinite_gradients"  # one bool a parameter; `plan.guards` turns it into names
+NONFINITE = "nonfinite_gradients"  # one bool a parameter; `check_gradients` turns it into names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from jaxrl_llm.types import (
 
 HOST = "host"  # role of a stage that runs Python
 DEVICE = "device"  # role of a stage that is traced and needs no state
+MORE_DEVICES = "more devices on config.mesh.fsdp"  # with which every program needs less memory
 States = dict[str, Any]  # what each role keeps between steps, by its name
 
 
@@ -204,6 +205,27 @@ class Segment:
     def updated(self) -> tuple[str, ...]:
         """The roles whose states it replaces."""
         return tuple(stage.role for stage in self.stages if stage.updates)
+
+    @property
+    def needs_less_memory(self) -> list[str]:
+        """Settings with which it needs less memory, the cheapest first."""
+        found = []
+        if self.generates:
+            found += [
+                "smaller config.rollout.cache_tokens or num_slots",
+                "config.rollout.quantization=float8 with algorithm.rollout_is=token",
+            ]
+        if self.updated:
+            found.append(
+                "remat=projections or full of that model (config.actor, config.critic, ...)"
+            )
+        if not all(stage.generates for stage in self.stages):
+            found.append(
+                "smaller micro_batch_tokens or micro_batch_size there, or in config.warmup"
+            )
+        if self.updated:
+            found.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
+        return [*found, MORE_DEVICES]
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ device generation is cut where that compiles sooner: see `compiling/chain.py`.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.compiling.ahead import CompileJob, Compilers
 from jaxrl_llm.compiling.chain import Chain, job_of, programs_of, setting_of
+from jaxrl_llm.compiling.guards import memory_guard, transfer_guard
 from jaxrl_llm.compiling.stored import Start
 from jaxrl_llm.distributed.crossing import call, moved, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
@@ -35,7 +36,6 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Pieces, Segment, Stage, States
-from jaxrl_llm.plan.guards import memory_guard, transfer_guard
 from jaxrl_llm.plan.roles import Role
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
@@ -140,7 +140,7 @@ class Program:
                     compiled = self._ready(compiled)
                     if mesh.size > 1 and segment.name not in self._called:
                         self._called[segment.name] = jax.tree.map(_abstract, arguments)
-                    with transfer_guard() if known else nullcontext(), memory_guard(segment):
+                    with transfer_guard() if known else nullcontext(), _memory_guard(segment):
                         if not known and jax.process_count() > 1:
                             compile_together(compiled, arguments, segment.name, takes_part(mesh))
                         if takes_part(mesh):
@@ -528,11 +528,15 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
+def _memory_guard(segment: Segment) -> AbstractContextManager[None]:
+    return memory_guard(segment.name, segment.needs_less_memory)
+
+
 def _call(
     compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: "_Progress"
 ) -> Results:
     """What a thread does: dispatch a segment that was traced before, and wait for it."""
-    with transfer_guard(), memory_guard(segment):
+    with transfer_guard(), _memory_guard(segment):
         results = call(compiled, arguments, mesh)
     return now.end(segment, results, mesh)
 
@@ -586,7 +590,7 @@ class _Progress:
         if not takes_part(mesh):
             return results
         _, writes, by_stage = results
-        with memory_guard(segment):
+        with _memory_guard(segment):
             jax.block_until_ready(writes or by_stage)
         self.timer.stop(segment.name)
         return results

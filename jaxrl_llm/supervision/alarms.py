@@ -18,7 +18,7 @@ from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import NonFiniteGradients, nonfinite_values
+from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, nonfinite_values
 
 REARM = 10  # steps without the condition, before an alarm may fire again
 SHOWN = 5  # names in an event

@@ -10,10 +10,10 @@ from jaxrl_llm.evaluation.evaluate import Evaluation
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import States
-from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
 from jaxrl_llm.supervision.alarms import AlarmBell
 from jaxrl_llm.supervision.callbacks import Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
+from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, check_gradients
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.watchdog import BETWEEN, Watch
 from jaxrl_llm.trainer.batches import Batches

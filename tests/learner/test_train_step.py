@@ -44,7 +44,7 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import Projection, Weight
 from jaxrl_llm.numerics import round_by_chance
-from jaxrl_llm.plan.guards import NonFiniteGradients, check_gradients
+from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, check_gradients
 from jaxrl_llm.trainer.states import to_items
 
 MODEL = ModelConfig(

@@ -22,6 +22,7 @@ from tiny_run import TinyRun
 from jaxrl_llm import config as c
 from jaxrl_llm.compiling import ahead
 from jaxrl_llm.compiling.counting import count_compilations
+from jaxrl_llm.compiling.guards import OutOfMemory, memory_guard
 from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import make_global
@@ -31,7 +32,6 @@ from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan import generating, stages
 from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
-from jaxrl_llm.plan.guards import OutOfMemory, memory_guard
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.run import train
@@ -347,10 +347,12 @@ GREEDY = [Named("gen", generates=True), Named("gen_max", generates=True)]
 )
 def test_out_of_memory_says_what_needs_less(of_program, remedies):
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 51.24GiB\nat length"
-    segment = None if of_program is None else Segment(stages=tuple(of_program))
-    name = "validation" if segment is None else segment.name
+    name, needs_less = "validation", evaluate.NEEDS_LESS_MEMORY
+    if of_program is not None:
+        segment = Segment(stages=tuple(of_program))
+        name, needs_less = segment.name, segment.needs_less_memory
     matching = re.escape(name) + " does not fit.*51.24GiB"
-    with pytest.raises(OutOfMemory, match=matching) as raised, memory_guard(segment):
+    with pytest.raises(OutOfMemory, match=matching) as raised, memory_guard(name, needs_less):
         raise jax.errors.JaxRuntimeError(message)
     found = str(raised.value).partition("cheapest first: ")[2].partition("\n")[0].split("; ")
     assert len(found) == len(remedies)
@@ -360,7 +362,7 @@ def test_out_of_memory_says_what_needs_less(of_program, remedies):
 
 def test_other_errors_of_a_program_are_left_alone():
     for message in ("INTERNAL: broken", "RESOURCE_EXHAUSTED: Shared memory size limit exceeded"):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message), memory_guard(None):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message), memory_guard("gen", ()):
             raise jax.errors.JaxRuntimeError(message)
 
 

@@ -20,11 +20,11 @@ from jaxrl_llm.data.run_data import held_out_sources, load_records
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.learner.offline_losses import weighted_means
-from jaxrl_llm.plan.guards import NonFiniteGradients
 from jaxrl_llm.plan.models import find_model, spec_of
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
+from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords
 from jaxrl_llm.trainer.progress import Summary

@@ -1,4 +1,4 @@
-"""The guards of a run."""
+"""The count of compilations, and the guard against hidden copies."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.compiling.counting import count_compilations
-from jaxrl_llm.plan.guards import nonfinite_values, transfer_guard
+from jaxrl_llm.compiling.guards import transfer_guard
 
 
 def test_compilations_are_counted_by_name():
@@ -35,10 +35,3 @@ def test_transfer_guard_refuses_only_hidden_copies():
         with pytest.raises(Exception, match="Disallowed host-to-device"):
             double(host)
     assert jax.device_get(result).tolist() == [2, 2, 2]
-
-
-def test_values_that_are_not_finite_are_named():
-    good, bad = jnp.ones(3), jnp.array([1.0, jnp.inf])
-    params = {"actor": {"head": good, "layer": {"up": bad}}, "critic": {"head": bad * jnp.nan}}
-    assert nonfinite_values(params) == ["actor.layer.up", "critic.head"]
-    assert nonfinite_values({"actor": {"head": good}}) == []

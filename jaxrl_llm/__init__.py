@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.supervision.callbacks import Callback as Callback
     from jaxrl_llm.supervision.callbacks import Sample as Sample
     from jaxrl_llm.supervision.callbacks import StepReport as StepReport
-    from jaxrl_llm.trainer.progress import Summary as Summary
+    from jaxrl_llm.trainer.output import Summary as Summary
     from jaxrl_llm.types import Completion as Completion
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _HOMES = {
     "OpenModel": "evaluation.answering",
     "Sample": "supervision.callbacks",
     "StepReport": "supervision.callbacks",
-    "Summary": "trainer.progress",
+    "Summary": "trainer.output",
 }
 
 

@@ -80,7 +80,7 @@ def train(argv: list[str]) -> int:
             print("\n".join(found))
         return 0
     summary = library.train(config, num_cpu_devices=flags.devices, end_process=os._exit)
-    from jaxrl_llm.trainer.progress import print_summary
+    from jaxrl_llm.trainer.output import print_summary
 
     print_summary(summary, config)
     if summary.alarmed:

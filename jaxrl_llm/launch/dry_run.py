@@ -12,6 +12,7 @@ from jaxrl_llm.launch.runtime import host_memory
 from jaxrl_llm.plan.dataflow import Segment
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes
 from jaxrl_llm.plan.offline import OfflinePlan
+from jaxrl_llm.plan.online import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.planner.devices import Devices
 from jaxrl_llm.planner.estimate import Estimate, placed
@@ -20,7 +21,6 @@ from jaxrl_llm.planner.work import work_of
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.tokenizer import set_chat_variables
-from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.run import RunData, open_plan_and_data, refuse_overwriting
 
 RESOLVED = "resolved_config.json"

@@ -41,7 +41,7 @@ from jaxrl_llm.whole_files import write_whole
 if TYPE_CHECKING:  # these import jax
     from jaxrl_llm.evaluation.answering import OpenModel
     from jaxrl_llm.supervision.callbacks import Callback
-    from jaxrl_llm.trainer.progress import Summary
+    from jaxrl_llm.trainer.output import Summary
 
 Reward = Callable[..., Any] | Custom | Grader | str
 DataRows = Sequence[Mapping[str, Any]]  # a datasets.Dataset is one too

@@ -24,6 +24,7 @@ from jaxrl_llm.plan.dataflow import Segment, Stage, States, segments
 from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import ModelSource, stops_of
+from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.online_stages import (
     Planning,
     collected_stages,
@@ -259,6 +260,9 @@ class OnlinePlan:
             return
         for iteration in self.iterations:
             iteration.trace(compiles_first=start is not None and not phases)
+
+
+Plan = OnlinePlan | OfflinePlan  # of a training
 
 
 # ------------------------------------------------------------------------- planning

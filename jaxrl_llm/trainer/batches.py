@@ -56,13 +56,31 @@ from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.progress import StepTokens
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import OfflineBatch, RolloutBatch
 
 MEASURED = 64  # responses of a batch whose repetition is measured
 WAITING = "data"  # `timing_s/data`: until the loader has the prompts or records of a step
 AnyLoader = PromptLoader | PriorityLoader | Loader[OfflineRecord, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """The tokens of the samples that a step learned from."""
+
+    num_prompt: int
+    num_response: int
+    # Of whole samples, where they were generated; of those that this process owns.
+    lengths: Sequence[int] = ()
+
+    @classmethod
+    def of_all(
+        cls, *, num_prompt: int, num_response: int, lengths: Sequence[int] = ()
+    ) -> "StepTokens":
+        """From the numbers of this process's samples. Every process must call it."""
+        everyone = gather_objects([num_prompt, num_response], "tokens")
+        prompt, response = (sum(numbers) for numbers in zip(*everyone, strict=True))
+        return cls(num_prompt=prompt, num_response=response, lengths=lengths)
 
 
 class Batches(ABC):

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.checkpoint.identity import package_versions
-from jaxrl_llm.config import Config, as_dict
+from jaxrl_llm.config import Config, PairwiseRewardModel, RewardRegression, as_dict
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.evaluation.evaluate import Validation
 from jaxrl_llm.generation.completions import completions_of
@@ -24,12 +24,12 @@ from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
+from jaxrl_llm.plan.online import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 from jaxrl_llm.whole_files import write_whole
@@ -424,3 +424,101 @@ def parameters(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+# ------------------------------------------------------------------------- what the run did
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """What the summary reports; part of the checkpoint, so that a resumed run reports all of it."""
+
+    first: dict[str, float] = field(default_factory=dict)  # validation before the first step
+    last: dict[str, float] = field(default_factory=dict)
+    first_reward: float | None = None
+    last_reward: float | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, seconds: float, tokens: int, stages: dict[str, float]) -> None:
+        """Count one step: its time, its tokens, and the time of each of its stages."""
+        self.seconds += seconds
+        self.tokens += tokens
+        for name, value in stages.items():
+            self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + value
+
+    def add_reward(self, reward: float | None) -> None:
+        """Note the mean reward of a step, where it has one."""
+        if reward is not None:
+            self.first_reward = reward if self.first_reward is None else self.first_reward
+            self.last_reward = reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a finished or interrupted run returns to its caller."""
+
+    run_dir: Path
+    step: int
+    totals: Totals
+    seconds: float  # of this process, start to end
+    interrupted: bool
+    alarmed: bool = False  # an alarm ended it before its last step
+    called_off: bool = False  # a callback ended it before its last step
+    reason: str = ""  # that the callback gave
+    checkpoint: Path
+
+
+def print_summary(summary: Summary, config: Config) -> None:
+    """What changed, how fast, and where everything is; process 0 alone prints."""
+    if is_main():
+        print("\n".join(summary_lines(summary, config)), flush=True)
+
+
+def summary_lines(summary: Summary, config: Config) -> list[str]:
+    """The summary as lines of plain text."""
+    totals, run_dir = summary.totals, summary.run_dir
+    state = "interrupted" if summary.interrupted else "finished"
+    if summary.alarmed:
+        state = "stopped by an alarm"
+    if summary.called_off:
+        state = "stopped by a callback" + (f" ({summary.reason})" if summary.reason else "")
+    lines = [f"{state} at step {summary.step} of {config.total_steps} in {summary.seconds:.0f} s"]
+    if totals.first_reward is not None and totals.last_reward is not None:
+        lines.append(f"  reward          {totals.first_reward:.3f} -> {totals.last_reward:.3f}")
+    for name, last in totals.last.items():
+        if name.startswith("val-aux/") and not (name.endswith("/failures") and last):
+            continue  # metrics.jsonl has them
+        first = f"{totals.first[name]:.3f} -> " if name in totals.first else ""
+        lines.append(f"  {name}  {first}{last:.3f}")
+    if totals.seconds:
+        lines.append(f"  tokens/s        {totals.tokens / totals.seconds:,.0f}")
+        overlap = sum(totals.stage_seconds.values()) > 1.01 * totals.seconds
+        note = " (one that runs while the host grades counts until both are done)"
+        lines.append(f"  time a stage{note if overlap else ''}")
+        for name, seconds in totals.stage_seconds.items():
+            lines.append(f"    {name:<40} {seconds:8.1f} s  {seconds / totals.seconds:4.0%}")
+    lines += [
+        f"  checkpoint      {summary.checkpoint}",
+        f"  metrics         {run_dir / 'metrics.jsonl'}",
+        f"  alarms          {run_dir / 'events.jsonl'}",
+    ]
+    if config.log.report:
+        lines.append(f"  report          {run_dir / 'report.html'}")
+    if config.log.tensorboard:
+        viewer = "(its viewer: pip install tensorboard)"
+        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'} {viewer}")
+    if (trace := run_dir / "trace").is_dir() and any(trace.iterdir()):  # not where none answered
+        lines.append(f"  trace           {trace}")
+    is_reward = isinstance(config.algorithm, PairwiseRewardModel | RewardRegression)
+    lines.append(
+        f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
+        + (" --role=reward" if is_reward else "")
+    )
+    if summary.interrupted or summary.alarmed or summary.called_off:
+        again = "run the same command again"
+        if config.resume != "auto":
+            again += " with --config.resume=auto"
+        lines.append(f"  go on           {again}; it resumes from the checkpoint")
+    return lines

@@ -46,7 +46,7 @@ from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import AHEAD, OnlinePlan, plan_online
+from jaxrl_llm.plan.online import AHEAD, OnlinePlan, Plan, plan_online
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
@@ -68,8 +68,14 @@ from jaxrl_llm.trainer.batches import (
     load_offline_records,
 )
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
-from jaxrl_llm.trainer.output import RunOutput, about, about_lines, write_about
-from jaxrl_llm.trainer.progress import Clock, Plan, Summary, Totals
+from jaxrl_llm.trainer.output import (
+    RunOutput,
+    Summary,
+    Totals,
+    about,
+    about_lines,
+    write_about,
+)
 from jaxrl_llm.trainer.rewarding import open_reward
 from jaxrl_llm.trainer.states import (
     FirstStates,
@@ -82,7 +88,7 @@ from jaxrl_llm.trainer.states import (
     run_identity,
     to_items,
 )
-from jaxrl_llm.trainer.training import Training
+from jaxrl_llm.trainer.training import Clock, Training
 from jaxrl_llm.types import Prompt
 
 NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config

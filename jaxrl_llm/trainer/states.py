@@ -36,14 +36,13 @@ from jaxrl_llm.models.frozen import dequantized, quantized_as
 from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
-from jaxrl_llm.plan.online import Iteration, OnlinePlan
+from jaxrl_llm.plan.online import Iteration, OnlinePlan, Plan
 from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.plan.weights import Record, base_record, first_adapters, load_params, read_base
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.progress import Plan
 from jaxrl_llm.trainer.training import Training
 
 SEEDS = {"actor": 0, "critic": 1, "reward": 2, TEACHER: 3}  # streams of the run's seed
@@ -135,7 +134,7 @@ def _load_actor(plan: Iteration | OnlinePlan, name: str) -> Params:
     return load_params(plan.roles[name], plan.sources["actor"], role_seed(plan.config, "actor"))
 
 
-def _in_full(plan: OnlinePlan | OfflinePlan) -> Role:
+def _in_full(plan: Plan) -> Role:
     """The learner without adapters, as a warm-up trains it."""
     config, role = plan.config, plan.learner
     if not role.base:

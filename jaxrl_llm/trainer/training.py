@@ -1,26 +1,89 @@
-"""One training in progress: its plan, its batches, its position, and what it reports."""
+"""One training in progress: its plan, its batches, its position, and its speed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.compiling.counting import CompileCounter
+from jaxrl_llm.distributed.hardware import hardware_of
+from jaxrl_llm.distributed.multihost import fetch, gather_objects, sum_over_processes
 from jaxrl_llm.evaluation.evaluate import Evaluation
 from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.models.flops import forward_flops, training_flops
+from jaxrl_llm.observability.garbage import COLLECTOR
+from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.plan.dataflow import Segment, States
+from jaxrl_llm.plan.online import OnlinePlan, Plan
+from jaxrl_llm.plan.program import PROGRAM
+from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.supervision.alarms import AlarmBell
 from jaxrl_llm.supervision.callbacks import Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, check_gradients
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.watchdog import BETWEEN, Watch
-from jaxrl_llm.trainer.batches import Batches
-from jaxrl_llm.trainer.output import MetricsLog
-from jaxrl_llm.trainer.progress import Clock, Plan, any_process
+from jaxrl_llm.trainer.batches import Batches, StepTokens
+from jaxrl_llm.trainer.output import MetricsLog, Totals
 
 Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """Times, throughput and compilations of the steps of a run."""
+
+    totals: Totals
+    compilations: CompileCounter
+    timer: Timer = field(default_factory=Timer)
+    recompiled: int = 0  # programs that the last step compiled and should not have
+    _started: float = 0.0
+    _seconds: float = 0.0
+    _compiled: int = 0
+    _steps: int = 0
+
+    def start(self, timer: Timer) -> Timer:
+        """Begin a step; the timer of its stages. The first one counts what was compiled ahead."""
+        if self._steps:
+            COLLECTOR.end_start()
+            self._compiled = self.compilations.programs(PROGRAM)
+        self.timer, self._started = timer, time.perf_counter()
+        return self.timer
+
+    def stop(self) -> None:
+        """End a step."""
+        self._seconds = time.perf_counter() - self._started
+
+    def metrics(self, plan: Plan, step: int, tokens: StepTokens) -> dict[str, float]:
+        """timing_s/* and perf/* of the step that was stopped; it is added to the totals."""
+        seconds = self._seconds
+        timings, mesh = self.timer.timings(), plan.learner.mesh
+        self.totals.add(seconds, tokens.num_prompt + tokens.num_response, timings)
+        metrics = performance_metrics(
+            timings | {"step": seconds},
+            num_prompt_tokens=tokens.num_prompt,
+            num_response_tokens=tokens.num_response,
+            num_devices=plan.num_devices,
+        )
+        if isinstance(plan, OnlinePlan):
+            hardware = hardware_of(mesh.devices.flat[0].device_kind)
+            metrics |= mfu_metrics(
+                plan.at(step).program.segments,
+                timings,
+                roles=plan.roles,
+                epochs=plan.at(step).epochs,
+                step=step,
+                lengths=tokens.lengths,
+                peak=None if hardware is None else hardware.flops,
+            )
+            if plan.layout_switch_bytes:
+                metrics["perf/layout_switch_gb"] = plan.layout_switch_bytes / 1e9
+        compiled = self.compilations.programs(PROGRAM) - self._compiled
+        expected = self._steps == 0 or plan.begins_program(step)
+        self.recompiled = 0 if expected else compiled
+        self._steps += 1
+        return metrics | {"perf/compilations": float(compiled)}
 
 
 @dataclass(kw_only=True)
@@ -168,3 +231,74 @@ class Training:
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.total_steps or bool(every and self.step % every == 0)
+
+
+def any_process(*flags: bool) -> list[bool]:
+    """Whether each flag is set on a process: all must stop after the same step. A collective."""
+    return [any(of_all) for of_all in zip(*gather_objects(flags, "any_process"), strict=True)]
+
+
+# ------------------------------------------------------------------------- use of the devices
+
+
+def segment_flops(
+    segment: Segment,
+    roles: Mapping[str, Role],
+    epochs: Mapping[str, int],
+    lengths: Sequence[int],
+    *,
+    step: int | None = None,
+) -> float:
+    """Useful FLOPs of a segment: one pass of each stage's role, or its epochs of updates.
+
+    `lengths` are the prompt and response tokens of every sample. A prompt counts once for each
+    sample that answers it, as other trainers count it. A stage without a model counts nothing, nor
+    does an update that has not begun at `step`.
+    """
+    total = 0.0
+    for stage in segment.stages:
+        role = roles.get(stage.role)
+        if role is None:
+            continue
+        spec = role.spec
+        if not stage.updates:
+            total += forward_flops(spec.config, lengths, spec.kind)
+        elif step is None or step >= stage.first_step:
+            adapters = spec.lora is not None
+            one = training_flops(spec.config, lengths, spec.kind, adapters=adapters)
+            total += epochs[stage.role] * one
+    return total
+
+
+def mfu_metrics(
+    segments: Sequence[Segment],
+    timings: Mapping[str, float],
+    *,
+    roles: Mapping[str, Role],
+    epochs: Mapping[str, int],
+    lengths: Sequence[int],
+    peak: float | None,
+    step: int,
+) -> dict[str, float]:
+    """perf/mfu/actor and perf/mfu/critic: model FLOPs utilisation of the programs that update.
+
+    The FLOPs of a program are divided by its seconds and by the `peak` FLOPs a second of its
+    devices. Passes before the update that are in the same program count. A program that generates
+    is left out, because decoding is bound by memory. So is an update that has not begun at `step`,
+    and everything where `peak` is None. `lengths` are those of this process's samples, and every
+    process must call this.
+    """
+    metrics: dict[str, float] = {}
+    if peak is None:
+        return metrics
+    for segment in segments:
+        if segment.generates:
+            continue
+        updated = [s.role for s in segment.stages if s.updates and step >= s.first_step]
+        updated = [name for name in updated if name in roles]
+        if updated:
+            own = segment_flops(segment, roles, epochs, lengths, step=step)
+            flops = sum_over_processes(own, "flops")
+            used = flops / (timings[segment.name] * roles[updated[0]].mesh.size * peak)
+            metrics |= {f"perf/mfu/{name}": used for name in updated}
+    return metrics

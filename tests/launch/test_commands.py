@@ -16,7 +16,7 @@ from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.launch.commands import COMMANDS, main, versions
 from jaxrl_llm.launch.dry_run import dry_run
-from jaxrl_llm.trainer.progress import Summary, Totals, summary_lines
+from jaxrl_llm.trainer.output import Summary, Totals, summary_lines
 
 ROOT = Path(__file__).parents[2]
 

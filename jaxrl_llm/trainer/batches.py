@@ -54,9 +54,9 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
 from jaxrl_llm.plan.online import OnlinePlan
 from jaxrl_llm.plan.program import MOVED
+from jaxrl_llm.plan.scores import StepContext
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import OfflineBatch, RolloutBatch
 
 MEASURED = 64  # responses of a batch whose repetition is measured

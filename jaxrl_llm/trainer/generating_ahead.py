@@ -43,9 +43,9 @@ from jaxrl_llm.plan.generating import ASKED, CONTINUED, OLDER, UNFINISHED, older
 from jaxrl_llm.plan.online import AHEAD, Iteration
 from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE
+from jaxrl_llm.plan.scores import StepContext
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved
-from jaxrl_llm.trainer.rewarding import StepContext
 
 WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
 # Metrics of the parts of a batch that are added up.

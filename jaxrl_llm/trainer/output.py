@@ -26,11 +26,11 @@ from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.plan.online import Plan
 from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.scores import StepContext
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.rewarding import StepContext
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 from jaxrl_llm.whole_files import write_whole
 

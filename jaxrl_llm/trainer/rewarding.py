@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.run_data import columns_by_source
-from jaxrl_llm.distributed.multihost import HostRows, gather_objects
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.models import stops_of
-from jaxrl_llm.plan.scores import HostReward
+from jaxrl_llm.plan.scores import HostReward, StepContext
 from jaxrl_llm.rewards.graders import worker_limits
-from jaxrl_llm.rewards.manager import RewardManager, RewardResult
+from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.rewards.steps import last_tokens
 from jaxrl_llm.supervision.signals import host_work
@@ -22,25 +22,6 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
 
 MOST_FAILED = 3  # calls in a row in which no sample got a reward
-
-
-@dataclass(kw_only=True)
-class StepContext:
-    """What the host knows of one iteration. Host stages read it and write their results here."""
-
-    prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
-    n: int  # samples a prompt
-    rows: HostRows  # of the batch
-    policy_version: int  # updates of the policy that generates, or begins to
-    # Of each owned row: the policy that sampled its last token, where that may be another.
-    last_policy_versions: np.ndarray | None = None
-    first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
-    completions: list[Completion] = field(default_factory=list)  # one an owned row
-    reward: RewardResult | None = None  # of `completions`
-
-    def prompts_of(self, rows: np.ndarray) -> list[Prompt]:
-        """The prompts that these rows of the batch answer."""
-        return [self.prompts[row // self.n] for row in rows.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)

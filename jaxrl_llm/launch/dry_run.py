@@ -22,6 +22,7 @@ from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.tokenizer import set_chat_variables
 from jaxrl_llm.trainer.run import RunData, open_plan_and_data, refuse_overwriting
+from jaxrl_llm.trainer.states import open_supervised
 
 RESOLVED = "resolved_config.json"
 GB = 1e9
@@ -39,6 +40,8 @@ def dry_run(config: Config) -> list[str]:
         set_chat_variables(tokenizer, config.data.chat_template_kwargs)
         meshes = open_meshes(config, tokenizer)
         plan, data = open_plan_and_data(config, tokenizer, meshes, folder.path, stack)
+        if folder.latest_step is None and config.resume in ("auto", "never"):
+            open_supervised(plan, tokenizer, data.validator, folder.path)
         checkpoint = bytes_of(_abstract_states(plan, data))
         check_space(folder.path, checkpoint)
         resolved = folder.path / RESOLVED

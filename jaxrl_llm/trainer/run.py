@@ -79,11 +79,13 @@ from jaxrl_llm.trainer.output import (
 from jaxrl_llm.trainer.rewarding import open_reward
 from jaxrl_llm.trainer.states import (
     FirstStates,
+    Supervised,
     bases_record,
     first_offline_states,
     first_states,
     from_items,
     has_supervised,
+    open_supervised,
     read_bases,
     run_identity,
     to_items,
@@ -148,6 +150,7 @@ class Run:
     tokenizer: Tokenizer
     plan: Plan
     data: "RunData"
+    supervised: Supervised  # what a new run trains first
     output: RunOutput
     checkpoints: CheckpointManager
     identity: Identity  # of its models
@@ -314,11 +317,10 @@ class Run:
         )
 
     def _first_states(self) -> FirstStates:
-        plan, tokenizer, validator = self.plan, self.tokenizer, self.data.validator
-        if isinstance(plan, OnlinePlan):
-            return first_states(plan, tokenizer, validator, self.output)
+        if isinstance(self.plan, OnlinePlan):
+            return first_states(self.plan, self.supervised, self.output)
         assert self.data.records is not None
-        return first_offline_states(plan, tokenizer, self.data.records, validator, self.output)
+        return first_offline_states(self.plan, self.data.records, self.supervised, self.output)
 
     def _abstract_states(self, ahead: Sequence[tuple[int, int]] = ()) -> States:
         if isinstance(self.plan, OnlinePlan):
@@ -436,6 +438,9 @@ def open_run(
         resume = _resume_point(config, checkpoints)
         identity = run_identity(plan, tokenizer) | {CODE: code_record(config), ROWS: data.digests}
         differs = "" if resume is None else check_resume(resume, identity)
+        supervised: Supervised = {}
+        if resume is None:
+            supervised = open_supervised(plan, tokenizer, data.validator, run_dir)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
         begins_again = is_main() and resume is None and has_steps(run_dir)
         called = Callbacks(functions=callbacks, run_dir=run_dir, total_steps=config.total_steps)
@@ -465,6 +470,7 @@ def open_run(
             tokenizer=tokenizer,
             plan=plan,
             data=data,
+            supervised=supervised,
             output=output,
             checkpoints=checkpoints,
             identity=identity,

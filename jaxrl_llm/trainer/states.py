@@ -48,6 +48,7 @@ from jaxrl_llm.trainer.training import Training
 SEEDS = {"actor": 0, "critic": 1, "reward": 2, TEACHER: 3}  # streams of the run's seed
 # The trainings that come first are yielded; what is left is the states.
 FirstStates = Generator[Training, None, States]
+Supervised = dict[str, "SupervisedTraining"]  # by the role that learns
 
 
 # ------------------------------------------------------------------------- online
@@ -66,23 +67,20 @@ def untrained_states(plan: Iteration | OnlinePlan) -> States:
     return _with_actor(plan, states, actor)
 
 
-def first_states(
-    plan: OnlinePlan, tokenizer: Tokenizer, validator: Validator | None, output: RunOutput
-) -> FirstStates:
-    """`untrained_states`, with the trainings that the config asks for in between.
+def first_states(plan: OnlinePlan, trainings: Supervised, output: RunOutput) -> FirstStates:
+    """`untrained_states`, with `trainings` in between, whose data are given up after each.
 
     The actor's warm-up comes first: the reference is the actor after it, and so is the critic's
     decoder.
     """
     config, roles = plan.config, plan.roles
-    supervised = _Supervised(config=config, tokenizer=tokenizer, output=output)
     base = roles["actor"].base
-    if config.warmup is None:
+    warmup = trainings.pop("actor", None)
+    if warmup is None:
         actor = _load_actor(plan, base or "actor")
     else:
-        role = _in_full(plan)
-        actor = load_params(role, plan.sources["actor"], role_seed(config, "actor"))
-        training = supervised.warm_up(role, actor, config.warmup, validator)
+        actor = load_params(warmup.role, plan.sources["actor"], role_seed(config, "actor"))
+        training = warmup.begin(actor, output)
         del actor
         yield training
         actor = training.take_params()
@@ -95,12 +93,8 @@ def first_states(
             states[name] = _first_state(plan, name, actor, states)
             continue
         params = _derive_or_load(plan, name, actor)
-        training = None
-        if name == TEACHER:
-            training = supervised.teacher(role, params, validator)
-        elif name == "reward":
-            training = supervised.reward_model(role, params)
-        if training is not None:
+        if name in trainings:
+            training = trainings.pop(name).begin(params, output)
             del params
             yield training
             params = training.take_params()
@@ -218,21 +212,17 @@ def seed_of_base(config: Config, base: str, learner: str) -> int:
 
 
 def first_offline_states(
-    plan: OfflinePlan,
-    tokenizer: Tokenizer,
-    records: OfflineRecords,
-    validator: Validator | None,
-    output: RunOutput,
+    plan: OfflinePlan, records: OfflineRecords, trainings: Supervised, output: RunOutput
 ) -> FirstStates:
     """Weights loaded or drawn, warmed up; the reference is what they are then."""
     config, role = plan.config, plan.learner
     assert plan.source is not None
     kept = plan.base or role  # as what the weights before training are kept
-    start = kept if config.warmup is None else _in_full(plan)
+    warmup = trainings.pop("actor", None)
+    start = kept if warmup is None else warmup.role
     params = load_params(start, plan.source, role_seed(config, role.name))
-    if config.warmup is not None:
-        supervised = _Supervised(config=config, tokenizer=tokenizer, output=output)
-        training = supervised.warm_up(start, params, config.warmup, validator)
+    if warmup is not None:
+        training = warmup.begin(params, output)
         del params
         yield training
         params = training.take_params()
@@ -298,44 +288,93 @@ def has_supervised(config: Config) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Supervised:
-    """The supervised trainings that a run begins with."""
+class SupervisedTraining:
+    """A supervised training that a run begins with: all of it but the weights."""
+
+    name: str  # of its folder
+    plan: OfflinePlan
+    settings: SupervisedConfig
+    loader: Loader[Any, Any]
+    evaluations: list[Evaluation]
+
+    @property
+    def role(self) -> Role:
+        """The model that learns, as its weights are laid out."""
+        return self.plan.learner
+
+    def begin(self, params: Params, output: RunOutput) -> Training:
+        """The training of `params`, which it takes over."""
+        prefix = self.plan.stages[-1].name.removeprefix("update_")
+        return Training(
+            plan=self.plan,
+            batches=RecordBatches(loader=self.loader, plan=self.plan),
+            states={self.role.name: self.role.state(params)},
+            total_steps=self.settings.steps,
+            evaluations=self.evaluations,
+            output=output.supervised(self.name, self.settings.steps),
+            validate_every=self.settings.eval_every,
+            target=(f"{prefix}/eval_accuracy", self.settings.stop_at),
+            what=f"{prefix} step",
+        )
+
+
+def open_supervised(
+    plan: Plan, tokenizer: Tokenizer, validator: Validator | None, run_dir: Path
+) -> Supervised:
+    """The supervised trainings that a new run begins with, by role. Their data are read.
+
+    Raises: ValueError for data that they cannot learn from, before any weights are loaded.
+    """
+    config = plan.config
+    opening = _Opening(config=config, tokenizer=tokenizer, validator=validator, run_dir=run_dir)
+    found: Supervised = {}
+    if config.warmup is not None:
+        found["actor"] = opening.sft("warmup", "sft", _in_full(plan), config.warmup)
+    if isinstance(plan, OfflinePlan):
+        return found
+    teacher, reward_model = config.teacher, config.reward.model
+    if TEACHER in plan.roles and teacher is not None and teacher.training is not None:
+        found[TEACHER] = opening.sft(TEACHER, TEACHER, plan.roles[TEACHER], teacher.training)
+    if "reward" in plan.roles and reward_model is not None and reward_model.training is not None:
+        center, training = reward_model.center, reward_model.training
+        found["reward"] = opening.reward_model(plan.roles["reward"], training, center)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opening:
+    """What makes the supervised trainings of a run."""
 
     config: Config
     tokenizer: Tokenizer
-    output: RunOutput
+    validator: Validator | None
+    run_dir: Path
 
-    @property
-    def _run_dir(self) -> Path:
-        return self.output.run_dir
-
-    def warm_up(
-        self, role: Role, params: Params, training: SupervisedConfig, validator: Validator | None
-    ) -> Training:
-        """SFT of the actor before the run; measured by its answers, where there are any."""
-        return self._sft("warmup", "sft", role, params, training, validator)
-
-    def teacher(self, role: Role, params: Params, validator: Validator | None) -> Training | None:
-        """SFT of the teacher, if the config says so."""
-        assert self.config.teacher is not None
-        training = self.config.teacher.training
-        if training is None:
-            return None
-        validator = None if validator is None else validator.of(role)
-        return self._sft(TEACHER, TEACHER, role, params, training, validator)
-
-    def reward_model(self, role: Role, params: Params) -> Training | None:
-        """Training of the reward model on preference pairs, if the config says so."""
-        config = self.config
-        assert config.reward.model is not None
-        training = config.reward.model.training
-        if training is None:
-            return None
-        algorithm = build_offline(PairwiseRewardModel(center=config.reward.model.center))
-        plan = plan_supervised(config, training, role, algorithm, prefix="reward_model")
+    def sft(
+        self, name: str, prefix: str, role: Role, training: SupervisedConfig
+    ) -> SupervisedTraining:
+        """SFT of a language model; measured by its answers, where there are any."""
+        plan = plan_supervised(self.config, training, role, build_offline(SFT()), prefix=prefix)
         rows = plan.program.host_rows(training.batch_size)
-        loader, held_out = preference_data(config, training, self.tokenizer, self._run_dir, rows)
-        evaluations = []
+        loader = sft_batches(self.config, training, self.tokenizer, self.run_dir, rows)
+        evaluations: list[Evaluation] = []
+        if self.validator is not None:
+            accuracy = f"{prefix}/eval_accuracy"
+            of_role = self.validator.of(role)
+            evaluations.append(AnswerEvaluation(validator=of_role, accuracy_name=accuracy))
+        return self._checked(name, plan, training, loader, evaluations)
+
+    def reward_model(
+        self, role: Role, training: SupervisedConfig, center: float
+    ) -> SupervisedTraining:
+        """Training of the reward model on preference pairs."""
+        algorithm = build_offline(PairwiseRewardModel(center=center))
+        plan = plan_supervised(self.config, training, role, algorithm, prefix="reward_model")
+        rows = plan.program.host_rows(training.batch_size)
+        loader, held_out = preference_data(
+            self.config, training, self.tokenizer, self.run_dir, rows
+        )
+        evaluations: list[Evaluation] = []
         if held_out:
             evaluation = RecordEvaluation(
                 replace(plan, micro_batches=Padded()).held_out,
@@ -346,54 +385,23 @@ class _Supervised:
                 prefix="reward_model/eval_",
             )
             evaluations.append(evaluation)
-        return self._training("reward_model", plan, params, training, loader, evaluations)
+        return self._checked("reward_model", plan, training, loader, evaluations)
 
-    def _sft(
-        self,
-        name: str,
-        prefix: str,
-        role: Role,
-        params: Params,
-        training: SupervisedConfig,
-        validator: Validator | None,
-    ) -> Training:
-        algorithm = build_offline(SFT())
-        plan = plan_supervised(self.config, training, role, algorithm, prefix=prefix)
-        rows = plan.program.host_rows(training.batch_size)
-        loader = sft_batches(self.config, training, self.tokenizer, self._run_dir, rows)
-        evaluations = []
-        if validator is not None:
-            accuracy = f"{prefix}/eval_accuracy"
-            evaluations.append(
-                AnswerEvaluation(validator=validator.of(role), accuracy_name=accuracy)
-            )
-        return self._training(name, plan, params, training, loader, evaluations)
-
-    def _training(
+    def _checked(
         self,
         name: str,
         plan: OfflinePlan,
-        params: Params,
         training: SupervisedConfig,
         loader: Loader[Any, Any],
         evaluations: list[Evaluation],
-    ) -> Training:
-        prefix = plan.stages[-1].name.removeprefix("update_")
+    ) -> SupervisedTraining:
         if training.stop_at and not evaluations:
             raise ConfigError(
                 f"{name}.stop_at={training.stop_at}: nothing measures that accuracy; give "
                 "validation data, config.data.val_files or config.data.val_tasks, or set stop_at=0"
             )
-        return Training(
-            plan=plan,
-            batches=RecordBatches(loader=loader, plan=plan),
-            states={plan.learner.name: plan.learner.state(params)},
-            total_steps=training.steps,
-            evaluations=evaluations,
-            output=self.output.supervised(name, training.steps),
-            validate_every=training.eval_every,
-            target=(f"{prefix}/eval_accuracy", training.stop_at),
-            what=f"{prefix} step",
+        return SupervisedTraining(
+            name=name, plan=plan, settings=training, loader=loader, evaluations=evaluations
         )
 
 

@@ -7,10 +7,12 @@ import glob
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.references import exists, nearest_file
 
@@ -100,6 +102,8 @@ def resolve_files(pattern: str) -> list[DataFile]:
             "the package datasets, load_dataset(...).save_to_disk(FOLDER), and give that folder"
         )
     base, _, split = pattern.partition("#")
+    if not base:
+        raise ValueError(f"{pattern!r} names no file: give one, a glob or a folder")
     if exists(pattern):  # a name may contain "#"
         base, split = pattern, ""
     matches = [base] if exists(base) else sorted(glob.glob(base, recursive=True))
@@ -122,12 +126,16 @@ def _file(path: Path) -> DataFile:
             f"{str(path)!r} is not a data file that can be read: its name must end in "
             f"{', '.join(KINDS)}"
         )
+    if not path.is_file():
+        what = "is a link to a file that is not there" if path.is_symlink() else "is no plain file"
+        raise ValueError(f"{str(path)!r} {what}: give the file of the rows")
     return DataFile(path.as_posix(), KINDS[path.suffix])
 
 
 def _folder_files(folder: Path, split: str) -> list[DataFile]:
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        with _described_by(folder / "dataset_dict.json") as found:
+            splits = [str(split) for split in found["splits"]]
         return _saved_files(folder / _pick(folder, splits, split))
     if (folder / "state.json").is_file():
         if split:
@@ -170,17 +178,30 @@ def _visible_files(folder: Path) -> list[Path]:
 
 def _saved_files(folder: Path) -> list[DataFile]:
     """The arrow files of a `save_to_disk` folder, in the order of its state.json."""
-    state = json.loads((folder / "state.json").read_text())
-    if state.get("_indices_data_files"):
+    with _described_by(folder / "state.json") as state:
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+        indices = state.get("_indices_data_files")
+    if indices:
         raise ValueError(
             f"{str(folder)!r} stores an index mapping with its rows: call flatten_indices() "
             "before save_to_disk()"
         )
-    files = [folder / entry["filename"] for entry in state["_data_files"]]
     for file in files:
         if not file.is_file():
             raise ValueError(f"{str(folder)!r} lacks {file.name!r}, which its state.json names")
     return [DataFile(file.as_posix(), "arrow") for file in files]
+
+
+@contextmanager
+def _described_by(file: Path) -> Iterator[Any]:
+    """What `save_to_disk` wrote into a file of JSON; ValueError where it is not that."""
+    try:
+        yield json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(file)!r} is not as save_to_disk() writes it ({type(error).__name__}: {error}): "
+            "write the folder again"
+        ) from None
 
 
 def _pick(folder: Path, splits: Sequence[str], split: str) -> str:

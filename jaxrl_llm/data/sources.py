@@ -104,7 +104,10 @@ class ObjectRows(Rows):
 
 def open_rows(file: DataFile) -> Rows:
     """The rows of the file. ValueError for a file that cannot be read."""
-    return _READERS[file.kind](file.path)
+    try:
+        return _READERS[file.kind](file.path)
+    except OSError as error:
+        raise ValueError(f"{file.path!r} cannot be read: {error.strerror or error}") from None
 
 
 def read_rows(file: DataFile) -> Iterator[RawRow | BadRow]:

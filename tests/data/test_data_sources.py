@@ -1,6 +1,8 @@
 """Rows from every kind of file, and every way in which a row or a file can be broken."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxrl_llm.data.sources import BadRow, RawRow, custom_rows, read_rows
+from jaxrl_llm.data.sources import BadRow, RawRow, custom_rows, open_rows, read_rows
 from jaxrl_llm.data_files import DataFile, resolve_files
 from jaxrl_llm.references import load
 
@@ -173,6 +175,46 @@ def test_saved_dataset_folders_that_are_not_whole(tmp_path):
     (folder / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(ValueError, match="lacks 'data-00000-of-00001.arrow'"):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dataset_dict.json", '{"splits": 3}'),
+        ("dataset_dict.json", "[]"),
+        ("state.json", "no JSON"),
+        ("state.json", '{"_data_files": [1]}'),
+    ],
+)
+def test_a_damaged_description_of_a_saved_dataset_is_named(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}' is not as save_to_disk"):
+        resolve_files(str(tmp_path))
+
+
+def test_what_is_no_plain_file_is_refused_before_it_is_opened(tmp_path):
+    """A pipe would never end, and an empty name would be the working directory."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match="is no plain file: give the file"):
+        resolve_files(str(tmp_path / "pipe.jsonl"))
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
+    for name in ("link.jsonl", "li*.jsonl"):
+        with pytest.raises(ValueError, match="is a link to a file that is not there"):
+            resolve_files(str(tmp_path / name))
+    for name in ("", "#train"):
+        with pytest.raises(ValueError, match="names no file"):
+            resolve_files(name)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+
+    def denied(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("builtins.open", denied)
+    with pytest.raises(ValueError, match="a.jsonl' cannot be read: Permission denied"):
+        open_rows(DataFile(str(path), "jsonl"))
 
 
 def test_folders_of_parquet_files(tmp_path):

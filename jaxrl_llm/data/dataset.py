@@ -240,9 +240,10 @@ def _load(
         names = ", ".join(Path(stripe.reader.name).name for stripe in own)
         raise ValueError(f"no rows are left of 0: {names} is empty; set {sources.keys} to data")
     if not items:
+        first = f"; the first: {bad[0].source} row {bad[0].row}: {bad[0].reason}" if bad else ""
         raise ValueError(
-            f"no rows are left of {num_rows} ({num_overlong} of them overlong): check "
-            f"{sources.keys}, and {LENGTH_KEYS}"
+            f"no rows are left of {num_rows} ({num_overlong} of them overlong, {len(bad)} "
+            f"bad{first}): check {sources.keys}, and {LENGTH_KEYS}"
         )
     if is_main():
         _say_what_is_left_out(bad, num_overlong, num_rows, rules)

@@ -357,6 +357,14 @@ def test_too_many_bad_rows_refuse_the_run(tmp_path):
     assert len(aside.read_text().splitlines()) == 8
 
 
+def test_rows_that_are_all_bad_are_named_where_all_may_be(tmp_path):
+    sources = rows_file(tmp_path, [{"prompt": ""}, b"\xff"])
+    with pytest.raises(
+        ValueError, match=r"left of 2 \(0 .* overlong, 2 bad; the first: .* row 1: not"
+    ):
+        load_prompts(sources, CHAR, RowRules(max_length=9, max_bad_fraction=1.0))
+
+
 def test_exactly_the_allowed_share_passes(tmp_path):
     sources = rows_file(tmp_path, [{"prompt": "1"}, {"prompt": ""}])
     loaded = load_prompts(sources, CHAR, RowRules(max_length=9, max_bad_fraction=0.5))

@@ -24,6 +24,7 @@ from jaxrl_llm.compiling.guards import memory_guard
 from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
+from jaxrl_llm.data.share import own_indices
 from jaxrl_llm.distributed.crossing import call, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
@@ -52,7 +53,7 @@ from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.graders import worker_limits
-from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, OfflineBatch, Prompt
@@ -293,6 +294,8 @@ def open_validator(
     grader = open_graders(config, stack)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
     grader.check(columns_by_source(prompts), config.data.columns)
+    own = [prompts[index] for index in own_indices(prompts)]
+    refuse_unreadable(gather_objects(grader.unreadable(own), "right answers"), "held-out")
     return Validator(
         prompts,
         role=actor,

@@ -56,6 +56,16 @@ class SourceGraders:
         if others:
             self.default.check(sorted({name for found in others for name in found}), renamed)
 
+    def unreadable(self, prompts: "Sequence[Prompt]") -> dict[str, str]:
+        """`RewardManager.unreadable` of each grader, on the rows that it grades."""
+        sources = {id(grader): f" of {source}" for source, grader in self.by_source.items()}
+        found: dict[str, str] = {}
+        for grader, rows in self._rows(prompts):
+            of = sources.get(id(grader), "")
+            faults = grader.unreadable([prompts[i].ground_truth for i in rows])
+            found |= {name + of: fault for name, fault in faults.items()}
+        return found
+
     def score(
         self, prompts: "Sequence[Prompt]", completions: "Sequence[Completion]", step: int
     ) -> Grades:

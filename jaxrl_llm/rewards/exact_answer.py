@@ -1,8 +1,11 @@
 """Reward for an answer that equals the ground truth."""
 
 import re
+from collections.abc import Mapping, Sequence, Set
 from decimal import Decimal
 from typing import Any, Literal
+
+from jaxrl_llm.references import shown
 
 # A minus after a digit is a subtraction, not a sign: the last number of "5-3" is 3. It may be the
 # sign of mathematics, U+2212. A point that follows a letter, a digit or a point begins no number.
@@ -25,10 +28,15 @@ def last_number(text: str) -> Decimal | None:
 def truth_text(ground_truth: Any, grader: str) -> str:
     """A right answer as text; a number in digits, such as 4 for 4.0 and 0.00001 for 1e-05.
 
-    Raises: ValueError for a row without one.
+    Raises: ValueError for a row without one, and for one that is a list or a map.
     """
     if ground_truth is None:
         raise ValueError(f"the row has no ground truth: {grader} needs one in every row")
+    if isinstance(ground_truth, Mapping | Sequence | Set) and not isinstance(ground_truth, str):
+        raise ValueError(
+            f"the ground truth {shown(ground_truth)} is a {type(ground_truth).__name__}: {grader} "
+            "compares with a text or a number"
+        )
     if isinstance(ground_truth, float | Decimal):  # parquet has 4.0 in columns with nulls
         number = Decimal(str(ground_truth))
         return f"{number.normalize():f}" if number else "0"

@@ -202,6 +202,17 @@ class RewardManager:
         asked = {name for function in self._functions for name in function.info.required}
         self._wanted = tuple(name for name in columns if name in asked)
 
+    def unreadable(self, truths: Sequence[Any]) -> dict[str, str]:
+        """Of each grader of ours that compares in this process: why it can read none of `truths`.
+
+        The text is empty where it can read one. Without truths there is nothing to say.
+        """
+        return {
+            function.name: _first_fault(function.local, truths)
+            for function in self._functions
+            if truths and function.local is not None and _compares(function.info)
+        }
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the functions in their order: the keys of `RewardResult.parts`."""
@@ -442,10 +453,41 @@ def _failure(
     )
 
 
+def refuse_unreadable(everyone: Sequence[Mapping[str, str]], data: str) -> None:
+    """ValueError where a grader can read no right answer of the rows of any process.
+
+    Each process gives what `RewardManager.unreadable` found in its own rows.
+    """
+    for name in sorted({name for found in everyone for name in found}):
+        faults = [found[name] for found in everyone if name in found]
+        if all(faults):
+            raise ValueError(
+                f"{name} can grade no row of the {data} data; of the first, {faults[0]}. It reads "
+                "the column ground_truth, answer or solution; another one is "
+                "--config.data.columns={ground_truth: THEIRS}"
+            )
+
+
+def _compares(info: FunctionInfo) -> bool:
+    """Whether it is a grader of ours that compares with the right answer of a row."""
+    return is_builtin(info.path) and info.kind == "sample" and "ground_truth" in info.required
+
+
+def _first_fault(grade: Callable[..., Any], truths: Sequence[Any]) -> str:
+    first = ""
+    for truth in truths:
+        try:
+            grade(solution_str="", ground_truth=truth)
+        except ValueError as error:
+            first = first or str(error)
+        else:
+            return ""
+    return first
+
+
 def _check_truth(info: FunctionInfo, columns: Collection[str]) -> None:
     """ValueError where no row can have the right answer that a grader of ours compares with."""
-    compares = is_builtin(info.path) and info.kind == "sample" and "ground_truth" in info.required
-    if compares and not {*TRUTHS} & {*columns}:
+    if _compares(info) and not {*TRUTHS} & {*columns}:
         raise ValueError(
             f"{info.name} compares with a right answer, and no row has one: name the column "
             "ground_truth, answer or solution, say which it is, "

@@ -431,7 +431,7 @@ def parameters(number: int) -> str:
 
 @dataclass(kw_only=True)
 class Totals:
-    """What the summary reports; part of the checkpoint, so that a resumed run reports all of it."""
+    """What the summary reports. The checkpoint holds it, so a resumed run reports all steps."""
 
     first: dict[str, float] = field(default_factory=dict)  # validation before the first step
     last: dict[str, float] = field(default_factory=dict)
@@ -471,7 +471,7 @@ class Summary:
 
 
 def print_summary(summary: Summary, config: Config) -> None:
-    """What changed, how fast, and where everything is; process 0 alone prints."""
+    """Print what changed, how fast, and where everything is. Only process 0 prints."""
     if is_main():
         print("\n".join(summary_lines(summary, config)), flush=True)
 

@@ -8,13 +8,14 @@ import numpy as np
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.run_data import columns_by_source
+from jaxrl_llm.data.share import own_indices
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.scores import HostReward, StepContext
 from jaxrl_llm.rewards.graders import worker_limits
-from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.rewards.steps import last_tokens
 from jaxrl_llm.supervision.signals import host_work
@@ -35,13 +36,21 @@ class RewardFunctions(HostReward):
     _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
 
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
-        """Refuse functions that ask for a column that no prompt has. Raises ValueError."""
+        """Refuse functions that ask for a column that no prompt has, or can read no right answer.
+
+        Raises ValueError. Of streamed prompts, right answers are read when they come.
+        """
         found = columns_by_source(prompts).values()
         self.manager.check(
             sorted({name for x in found for name in x}),
             config.data.columns,
             of_all=not config.data.streaming,
         )
+        if not config.data.streaming:
+            truths = [prompts[index].ground_truth for index in own_indices(prompts)]
+            refuse_unreadable(
+                gather_objects(self.manager.unreadable(truths), "right answers"), "training"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

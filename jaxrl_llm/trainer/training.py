@@ -44,7 +44,7 @@ class Clock:
     _steps: int = 0
 
     def start(self, timer: Timer) -> Timer:
-        """Begin a step; the timer of its stages. The first one counts what was compiled ahead."""
+        """Begin a step; returns its stage timer. The first one counts what was compiled ahead."""
         if self._steps:
             COLLECTOR.end_start()
             self._compiled = self.compilations.programs(PROGRAM)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl_llm.config import ExactAnswer
 from jaxrl_llm.observability.names import is_reserved
 from jaxrl_llm.references import load as load_function
 from jaxrl_llm.rewards.calling import TrainerState, as_number, batch_call, plain, sample_call
@@ -19,7 +20,7 @@ from jaxrl_llm.rewards.format import format_match
 from jaxrl_llm.rewards.gsm8k import gsm8k
 from jaxrl_llm.rewards.length import length_range
 from jaxrl_llm.rewards.loading import inspect_function, load_bound
-from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.rewards.overlong import overlong_penalty
 from jaxrl_llm.types import Completion, Prompt
 
@@ -425,3 +426,24 @@ def test_extra_info_of_any_type_reaches_the_function(reward_file, extra_info):
     with RewardManager([reward_file(source)]) as manager:
         result = manager.score([prompt], [make_completion()], step=1)
     assert result.failures == [] and result.extras == [{"f/seen": repr(extra_info)}]
+
+
+@pytest.mark.parametrize(
+    ("truths", "fault"),
+    [
+        ([None, None], "the row has no ground truth"),
+        (["yes", "no"], "'yes' has no number: use extract='whole'"),
+        ([["5"], {"a": 5}], "['5'] is a list: exact_answer compares with a text or a number"),
+        ([None, "5"], ""),
+        ([5, None], ""),
+    ],
+)
+def test_right_answers_that_no_row_can_be_graded_by_are_found_before_a_step(truths, fault):
+    with RewardManager([ExactAnswer()]) as manager:
+        found = manager.unreadable(truths)
+        assert fault in found["exact_answer"] and bool(fault) == bool(found["exact_answer"])
+        assert manager.unreadable([]) == {}
+    refuse_unreadable([found, {"exact_answer": ""}], "training")  # another process reads one
+    if fault:
+        with pytest.raises(ValueError, match="exact_answer can grade no row of the training data"):
+            refuse_unreadable([found, {}], "training")

@@ -158,6 +158,8 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
             raise ValueError(f"expected a record with the key kind: write {form}")
         if kind not in table:
             hint = f": write {old}" if old in table else nearest(kind, table)
+            if kind.endswith(".py") and Custom in kinds:
+                hint = f": write {kind}:NAME for a function of that file"
             raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
         try:
             return validate(table[kind], {key: value[key] for key in value if key != "kind"})

@@ -302,6 +302,7 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.num_terms=4", ["did you mean 'config.data.train_tasks.0.num_terms'"]),
         ("--config.algorithm.clip_lo=1", ["did you mean 'config.algorithm.clip_low'", "gamma"]),
         ("--config.algorithm.clip_low=x", ["clip_low=x", "expected a number"]),
+        ("--config.reward.functions=[own.py]", ["there is no own.py: write own.py:NAME for a"]),
         ("--config.algorithm=pop", ["there is no pop; did you mean 'ppo'", "there are: ppo, grpo"]),
         ("--config.algorithm=ppo.py:make", ["config.algorithm.path=ppo.py:make: there is no file"]),
         ("--config.algorithm=no_such.module:make", ["there is no module 'no_such'"]),

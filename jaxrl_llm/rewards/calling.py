@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # types.py imports jax
     from jaxrl_llm.types import Completion, Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38
+MOST_REWARD = 1e15  # squares of the rewards of a batch are added up in float32
+TOO_LARGE = f"beyond {MOST_REWARD:g}: the squares of such rewards do not fit into float32"
 MAX_TEXT = 2000  # characters of an error's message, and of a repr in the trace
 MAX_DEPTH = 32  # of lists and maps in the trace
 LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
@@ -308,7 +310,7 @@ def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
 
 
 def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
-    """Check that `value` is None, a number that is finite in float32, or rewards of steps.
+    """Check that `value` is None, a number of at most MOST_REWARD, or rewards of steps.
 
     Extras named `<function>/error` or `reason` say in the error why there is no such number.
     """
@@ -321,10 +323,15 @@ def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
         except ValueError as error:
             message = f"{info.name} returned {error}"
             return Graded(error=CallError(kind="bad return", message=message), extras=extras)
+        if not abs(steps.total) <= MOST_REWARD:
+            message = f"{info.name} returned step_scores whose sum is {steps.total:g}, {TOO_LARGE}"
+            return Graded(error=CallError(kind="bad return", message=message), extras=extras)
         return Graded(value=steps.total, extras=extras, steps=steps)
     number = as_number(value)
-    if number is None or not abs(number) <= FLOAT32_MAX:
+    if number is None or not abs(number) <= MOST_REWARD:
         what = "is no number" if number is None else "is not finite in float32"
+        if number is not None and abs(number) <= FLOAT32_MAX:
+            what = f"is {TOO_LARGE}"
         message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {what}"
         if why := extras.get(f"{info.name}/error") or extras.get("reason"):
             message = f"{message}: {printable(str(why))}"

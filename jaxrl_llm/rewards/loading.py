@@ -95,7 +95,11 @@ def inspect_function(
     Keyword-only parameters are settings. A function with a `solution_str` is verl's: its
     parameters beyond verl's four are settings too, since verl binds them from its config.
     """
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a builtin
+        raise ValueError(f"{path} does not say what it takes. Write {SIGNATURES}.") from None
+    parameters = signature.parameters.values()
     fillable = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     names = [p.name for p in fillable]
     takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -106,8 +110,8 @@ def inspect_function(
         is_sample or takes_columns or set(names) & {"prompts", "completions", "completion_ids"}
     ):
         raise ValueError(
-            f"{path} has the signature ({', '.join(names)}), which is not that of a reward "
-            f"function. Write {SIGNATURES}."
+            f"{path} has the signature ({', '.join(map(str, parameters))}), which is not that of a "
+            f"reward function. Write {SIGNATURES}."
         )
     legal = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + beyond
     _check_settings(path, legal, settings)

@@ -16,6 +16,8 @@ from jaxrl_llm.references import split_path
 from jaxrl_llm.rewards.calling import (
     GIVEN_FIELDS,
     LOGGING,
+    MOST_REWARD,
+    TOO_LARGE,
     BatchCall,
     CallError,
     Graded,
@@ -233,8 +235,8 @@ class RewardManager:
     ) -> RewardResult:
         """Score completion i as an answer to prompt i. `prompts` repeats a prompt for its group.
 
-        Raises ValueError when a function asks for a column that the data do not have, or logs a
-        metric under a name that the trainer writes.
+        Raises ValueError when a function asks for a column that the data do not have, logs a
+        metric under a name that the trainer writes, or weights make a score too large.
         """
         if len(prompts) != len(completions):
             raise ValueError(
@@ -302,6 +304,11 @@ class RewardManager:
             scores += np.float32(function.weight) * np.nan_to_num(part, nan=0.0)
             applicable |= ~np.isnan(part)
         scores[~applicable] = self._failure_value
+        if not (np.abs(scores) <= MOST_REWARD).all():
+            raise ValueError(
+                f"a score is {np.abs(scores).max():g}, {TOO_LARGE}; take a smaller "
+                "config.reward.weights or config.reward.failure_value"
+            )
         return scores, applicable
 
     def _refuse_reserved(self, name: str, function: _Function) -> None:

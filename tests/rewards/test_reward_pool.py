@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl_llm.references import load as load_function
+from jaxrl_llm.rewards.loading import inspect_function
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.types import Completion, Prompt
 
@@ -25,7 +27,8 @@ def misbehave(text):
         time.sleep(60)
     if text == "raise":
         raise KeyError("no such thing")
-    return {"nan": math.nan, "text": "1.0", "huge": 1e39, "none": None}.get(text, len(text) / 2)
+    odd = {"nan": math.nan, "text": "1.0", "huge": 1e39, "large": -1e30, "none": None}
+    return odd.get(text, len(text) / 2)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return misbehave(solution_str)
@@ -145,14 +148,34 @@ def test_trl_function_is_called_again_one_by_one(rewards):
 
 
 def test_unusable_values_are_reported_by_name(rewards):
-    result = score([rewards("compute_score")], "nan", "text", "huge", "a")
-    assert result.scores.tolist() == [-1.0, -1.0, -1.0, 0.5]
+    result = score([rewards("compute_score")], "nan", "text", "huge", "large", "a")
+    assert result.scores.tolist() == [-1.0, -1.0, -1.0, -1.0, 0.5]
     assert set(kinds(result).values()) == {"bad return"}
     assert [failure.message for failure in result.failures] == [
         "compute_score returned nan (float), which is not finite in float32",
         "compute_score returned '1.0' (str), which is no number",
         "compute_score returned 1e+39 (float), which is not finite in float32",
+        # The deviation of a group would be infinite, and all advantages 0.
+        "compute_score returned -1e+30 (float), which is beyond 1e+15: the squares of such rewards "
+        "do not fit into float32",
     ]
+
+
+def test_a_weight_that_makes_scores_too_large_is_named(rewards):
+    with pytest.raises(ValueError, match=r"a score is 5e\+29, beyond 1e\+15.*reward.weights"):
+        score([rewards("compute_score")], "a", weights=[1e30])
+
+
+@pytest.mark.parametrize("path", ["builtins:max", "builtins:dict"])
+def test_a_function_that_does_not_say_what_it_takes_is_refused(path):
+    with pytest.raises(ValueError, match="does not say what it takes. Write f"):
+        RewardManager([Reference(path)], num_workers=1)
+
+
+def test_a_signature_in_a_message_is_whole(rewards, tmp_path):
+    (tmp_path / "own.py").write_text("def f(a, /, *, k=1):\n    return a\n")
+    with pytest.raises(ValueError, match=r"has the signature \(a, k=1\), which"):
+        inspect_function("own.py:f", load_function(f"{tmp_path}/own.py:f"), {})
 
 
 @pytest.mark.parametrize(

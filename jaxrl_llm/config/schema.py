@@ -81,6 +81,8 @@ _ESCAPED = (
     "it has a backslash and a letter, not a new line or a tab; give the character itself, which "
     "bash writes as $'\\n'"
 )
+_COLD = "log-probs at it have no digits in float32; 0 is greedy, and 0.001 works"
+Temperature = Annotated[NotNegative, tested(lambda value: not 0 < value < 0.001, _COLD)]
 StopText = Annotated[str, Len(1, 32), tested(lambda text: not _ESCAPE.search(text), _ESCAPED)]
 StopTexts = Annotated[Many[StopText], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
@@ -346,7 +348,7 @@ class RolloutConfig(Record):
     """Generation for training."""
 
     n: Count = 1  # samples a prompt
-    temperature: NotNegative = 1.0
+    temperature: Temperature = 1.0
     top_k: Whole = 0  # 0 is off
     top_p: Probability = 1.0
     min_p: Fraction = 0.0

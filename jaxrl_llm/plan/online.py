@@ -410,11 +410,15 @@ def _check(config: Config, algorithm: Algorithm) -> None:
             f"config.algorithm={config.algorithm.label} compares the samples of a prompt with each "
             "other, and config.rollout.n=1 makes one: config.rollout.n=8 is usual"
         )
-    greedy, usual = "temperature=0", "temperature=1"
-    if config.rollout.temperature:
-        greedy, usual = "top_k=1", "top_k=0"
-    is_greedy = config.rollout.temperature == 0 or config.rollout.top_k == 1
-    if is_greedy and {"group_ids", "greedy_scores"} & {*field_names(algorithm.advantage)}:
+    greedy, usual = next(
+        (
+            (f"{key}={value}", f"{key}={usual}")
+            for key, value, usual in (("temperature", 0, 1), ("top_k", 1, 0), ("min_p", 1, 0))
+            if getattr(config.rollout, key) == value
+        ),
+        ("", ""),
+    )
+    if greedy and {"group_ids", "greedy_scores"} & {*field_names(algorithm.advantage)}:
         raise ConfigError(
             f"config.rollout.{greedy} is greedy: all answers to a prompt are the same, and "
             f"config.algorithm={config.algorithm.label} compares them; "

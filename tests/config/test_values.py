@@ -128,6 +128,10 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         {"actor.optimizer.eps": 1e-50},
         "eps=1e-50: beyond float32: give 0, or",
     ),
+    "cold": (
+        {"rollout.temperature": 1e-10},
+        "temperature=1e-10: log-probs at it have no digits in float32; 0 is greedy, and 0.001",
+    ),
     "timer": (
         {"reward.timeout_s": 1e30},
         "timeout_s=1e+30: must be at most 1e+09; 30 works",

@@ -249,7 +249,7 @@ def test_estimators_of_groups_refuse_one_sample(name):
         open_iteration(config)
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 1}])
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_k": 1}, {"min_p": 1.0}])
 def test_greedy_answers_are_not_compared(how):
     for name in ("grpo", "remax"):
         config = config_of(name)

@@ -123,14 +123,7 @@ def import_params(
     names = hf_names(spec.config, spec.kind)
     in_files = stored_tensors(directory)
     stored = with_unpacked(in_files)
-    new_head = _check_kind(directory, spec)
-    wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
-    _check_tensors(
-        directory,
-        spec,
-        stored,
-        {name: parts[0].tensor.whole_shape for name, parts in wanted.items()},
-    )
+    wanted = _checked_parts(directory, spec, stored)
     if spec.config.tie_word_embeddings and spec.kind == "causal_lm":
         table = names[("decoder", "embed", "table")].parts[0].name
         _check_tied(directory, stored[table], stored.get("lm_head.weight"))
@@ -176,6 +169,12 @@ def import_params(
             place(path, np.zeros(tensor.our_shape, target))
     # The order of `spec.params`, so that the two trees print and iterate in the same order.
     return jax.tree.map(lambda _, value: value, abstract, params)
+
+
+def check_weights(directory: str | Path, spec: ModelSpec) -> None:
+    """Raises what `import_params` raises before it reads a weight. Reads headers only."""
+    directory = Path(directory)
+    _checked_parts(directory, spec, with_unpacked(stored_tensors(directory)))
 
 
 def export(
@@ -259,6 +258,18 @@ def default_model_card(
     return "\n".join(lines) + "\n"
 
 
+def _checked_parts(
+    directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTensor]
+) -> dict[str, list[StoredPart]]:
+    """What of the parameters each tensor of the directory holds. ValueError as `import_params`."""
+    names = hf_names(spec.config, spec.kind)
+    new_head = _check_kind(directory, spec)
+    wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
+    shapes = {name: parts[0].tensor.whole_shape for name, parts in wanted.items()}
+    _check_tensors(directory, spec, stored, shapes)
+    return wanted
+
+
 def _check_kind(directory: Path, spec: ModelSpec) -> bool:
     """Whether the score head must be made. ValueError if the directory holds another model."""
     family, kind = find_architecture(read_config_json(directory))
@@ -305,7 +316,7 @@ def _check_tensors(
         if found.shape != shape:
             raise ValueError(
                 f"tensor {name!r} of {directory} has shape {found.shape} where the model has "
-                f"{shape}; make the spec from load_model_config({str(directory)!r})"
+                f"{shape}: its config.json describes another model; fetch both again"
             )
         if found.dtype not in _READABLE:
             raise ValueError(

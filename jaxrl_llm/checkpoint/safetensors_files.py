@@ -33,6 +33,7 @@ _EXPONENTS = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
+_LFS = b"version https://git-lfs"
 _CHECKED_AT_ONCE = 1 << 20  # elements; a few MB stay in the processor's cache
 
 
@@ -190,6 +191,11 @@ def stored_in(files: Sequence[Path]) -> dict[str, StoredTensor]:
                     shape = tuple(piece.get_shape())
                     found[name] = StoredTensor(name, shape, piece.get_dtype(), path)
         except SafetensorError as error:
+            with path.open("rb") as file:
+                if file.read(len(_LFS)) == _LFS:
+                    raise ValueError(
+                        f"{path} is a pointer of Git LFS, not the weights; fetch them: git lfs pull"
+                    ) from None
             raise ValueError(f"{path} cannot be read ({error}); fetch it again") from error
     return found
 

@@ -39,8 +39,9 @@ def dry_run(config: Config) -> list[str]:
         tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
         set_chat_variables(tokenizer, config.data.chat_template_kwargs)
         meshes = open_meshes(config, tokenizer)
-        plan, data = open_plan_and_data(config, tokenizer, meshes, folder.path, stack)
-        if folder.latest_step is None and config.resume in ("auto", "never"):
+        new = folder.is_new(config)
+        plan, data = open_plan_and_data(config, tokenizer, meshes, folder.path, stack, new=new)
+        if new:
             open_supervised(plan, tokenizer, data.validator, folder.path)
         checkpoint = bytes_of(_abstract_states(plan, data))
         check_space(folder.path, checkpoint)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.checkpoint import digests, identity, layout, manager
-from jaxrl_llm.checkpoint.huggingface import import_params, model_directory
+from jaxrl_llm.checkpoint.huggingface import check_weights, import_params, model_directory
 from jaxrl_llm.checkpoint.peft import (
     BASE_BITS,
     BASE_FORM,
@@ -61,6 +61,12 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
         params = import_params(source.directory, role.spec, role.param_shardings)
     check_loaded(params, source.checkpoint or source.directory)
     return params
+
+
+def check_stored(role: Role, source: ModelSource) -> None:
+    """ValueError where a directory has other weights than those of `role`. Reads headers only."""
+    if source.directory is not None and source.checkpoint is None:
+        check_weights(source.directory, role.spec)
 
 
 def _with_spec(role: Role, spec: ModelSpec) -> Role:

@@ -108,6 +108,10 @@ class RunFolder:
         if is_main():
             write_whole(self.path / CONFIG, self.config_text)
 
+    def is_new(self, config: Config) -> bool:
+        """Whether a start of `config` has no checkpoint to go on from, here or elsewhere."""
+        return self.latest_step is None and config.resume in ("auto", "never")
+
     def is_finished(self, config: Config) -> bool:
         """Whether a start of `config` finds all of its steps done."""
         return config.resume == "auto" and bool(self.nothing_to_do(config.total_steps))

@@ -47,7 +47,7 @@ from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, Plan, plan_online
-from jaxrl_llm.plan.weights import BASES
+from jaxrl_llm.plan.weights import BASES, check_stored
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
@@ -432,7 +432,9 @@ def open_run(
         STATUS("reading the data and tracing the programs")
         compilations = stack.enter_context(count_compilations())
         begins = config.total_steps > 0 and not has_supervised(config)  # with the plan's programs
-        plan, data = open_plan_and_data(config, tokenizer, meshes, run_dir, stack, begins=begins)
+        plan, data = open_plan_and_data(
+            config, tokenizer, meshes, run_dir, stack, new=folder.is_new(config), begins=begins
+        )
         checkpoints = open_checkpoints(config, run_dir, data.best_metric)
         stack.callback(checkpoints.close)
         resume = _resume_point(config, checkpoints)
@@ -545,16 +547,20 @@ def open_plan_and_data(
     run_dir: Path,
     stack: ExitStack,
     *,
+    new: bool = False,
     begins: bool = False,
 ) -> tuple[Plan, RunData]:
     """What the algorithm of `config` makes of a run. `stack` closes what was opened.
 
     Every program is traced here, so that shapes and fields that do not fit are refused.
+    Of a `new` run the files of weights are checked, before any data are read.
     Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
     records, validator, prompts = None, None, []
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
+        if new and plan.source is not None:
+            check_stored(plan.learner, plan.source)
         records = load_offline_records(config, plan, tokenizer, run_dir)
         loader, num_rows = records.loader(), len(records.train)
         stack.callback(loader.close)
@@ -564,6 +570,9 @@ def open_plan_and_data(
         reward = open_reward(config, tokenizer, stack)
         others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
         plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
+        for name, role in plan.roles.items():
+            if new and name in plan.sources:
+                check_stored(role, plan.sources[name])
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         if reward is not None:
             reward.check(config, prompts)

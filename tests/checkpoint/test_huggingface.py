@@ -123,6 +123,15 @@ def test_missing_unexpected_misshapen_and_quantised_tensors_are_refused_by_name(
     refused({}, rf"lacks '{norm}'")
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    config = tiny_config()
+    source = write_directory(tmp_path, config)
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (source / "model.safetensors").write_text(text)
+    with pytest.raises(ValueError, match="is a pointer of Git LFS, not the weights; fetch them"):
+        import_params(source, model_spec(config))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
 def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, number, dtype):

@@ -1,4 +1,4 @@
-"""The data of a warm-up, a teacher and a reward model are read before any weights are there."""
+"""What is refused before any weights are loaded: data of first trainings, and files of models."""
 
 import json
 from dataclasses import replace
@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from tiny import READS_TEXT as MODEL
 from tiny import SUMS as ROWS
+from tiny_models import random_tensors, write_directory
 
 import jaxrl_llm as rl
+from jaxrl_llm.checkpoint.huggingface import import_params
 from jaxrl_llm.launch.dry_run import dry_run
-from jaxrl_llm.trainer import states
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.families import config_from_hf
+from jaxrl_llm.trainer import run, states
 
 SHORT = rl.SupervisedConfig(steps=1, batch_size=8)
 
@@ -68,3 +72,35 @@ def test_rows_that_a_first_training_cannot_learn_are_refused_before_weights(
     files = (str(tmp_path / "rows.jsonl"),)
     with pytest.raises(ValueError, match=message):
         dry_run(replace(asked, data=replace(asked.data, train_files=files)))
+
+
+@pytest.mark.parametrize(
+    ("lost", "cut", "message"),
+    [
+        ("model.norm.weight", 0, "lacks 'model.norm.weight'"),
+        ("", 1, "model.safetensors cannot be read .*; fetch it again"),
+        ("", 10**9, "model.safetensors does not exist; the weights must be in safetensors"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", [rl.GRPO(), rl.SFT()])
+def test_weights_that_are_not_whole_are_refused_before_the_data_are_read(
+    tmp_path, monkeypatch, algorithm, lost, cut, message
+):
+    model = config_from_hf(MODEL | {"vocab_size": 96})
+    tensors = {name: x for name, x in random_tensors(model).items() if name != lost}
+    folder = write_directory(tmp_path / "model", model, tensors=tensors)
+    file = folder / "model.safetensors"
+    if cut:
+        kept = file.read_bytes()[:-cut]
+        file.write_bytes(kept) if kept else file.unlink()
+    with pytest.raises(ValueError, match=message):
+        import_params(folder, model_spec(model))
+    monkeypatch.setattr(run, "load_run_prompts", states.load_params)  # as any that must not be
+    monkeypatch.setattr(run, "load_offline_records", states.load_params)
+    own = config(tmp_path)
+    changes = {"actor.path": str(folder), "actor.hf_config": {}, "warmup": None}
+    files = {"algorithm": algorithm, "data.train_tasks": [{"kind": "chain_sum"}]}
+    asked = rl.load_config(own, changes | files)
+    for start in (dry_run, rl.train):
+        with pytest.raises(ValueError, match=message):
+            start(asked)

@@ -207,6 +207,8 @@ def _described_by(file: Path) -> Iterator[Any]:
 def _pick(folder: Path, splits: Sequence[str], split: str) -> str:
     if split in splits:
         return split
+    if not splits:
+        raise ValueError(f"{str(folder)!r} has no splits: leave out '#{split}'")
     what = f"has no split {split!r}" if split else "has several splits"
     raise ValueError(f"{str(folder)!r} {what}: give one as {folder}#{' or #'.join(splits)}")
 

@@ -224,6 +224,9 @@ def test_folders_of_parquet_files(tmp_path):
     write_jsonl(tmp_path / "hub" / ".cache" / "x.jsonl", [{}])
     (tmp_path / "hub" / "dataset_infos.json").write_text("{}")
     assert data(tmp_path / "hub") == ROWS
+    write_jsonl(tmp_path / "whole" / "rows.jsonl", ROWS)
+    with pytest.raises(ValueError, match="has no splits: leave out '#train'"):
+        read(f"{tmp_path}/whole#train")
     write_parquet(tmp_path / "hub" / "test" / "x.parquet", ROWS[:1])
     with pytest.raises(ValueError, match="has several splits: give one as .*hub#train or #test"):
         read(tmp_path / "hub")

@@ -13,6 +13,7 @@ from jaxrl_llm.checkpoint import identity, layout, manager, peft
 from jaxrl_llm.checkpoint.huggingface import (
     CARD_MARK,
     MAX_SHARD_BYTES,
+    TOKENIZER_FILES,
     export,
     load_model_config,
 )
@@ -83,7 +84,7 @@ def export_checkpoint(
     """
     _refuse_mixture(Path(output), adapter)
     facts = run_facts(checkpoint)
-    _refuse_others(Path(output), facts.config)
+    _refuse_others(Path(output), facts.config, adapter)
     roles = manager.stored_roles(checkpoint)
     if role not in roles:
         known = f"it has {', '.join(roles)}, so --role={next(iter(roles))} works"
@@ -146,6 +147,10 @@ def base_note(checkpoint: Path, role: str, *, adapter: bool) -> str:
     return "note: the base was in float8; its dequantised weights and the adapter were merged"
 
 
+# Besides a tokenizer's files and config.json.
+_WRITTEN = ("README.md", "generation_config.json", "model*.safetensors", "model*.index.json")
+
+
 def _refuse_mixture(output: Path, adapter: bool) -> None:
     """Of a folder with a model and an adapter, transformers opens the adapter alone."""
     other = output / ("config.json" if adapter else peft.CONFIG)
@@ -156,8 +161,8 @@ def _refuse_mixture(output: Path, adapter: bool) -> None:
         )
 
 
-def _refuse_others(output: Path, config: Config | None) -> None:
-    """Refuse to write over a run, a model of others, or what the run began with."""
+def _refuse_others(output: Path, config: Config | None, adapter: bool) -> None:
+    """Refuse to write over a run, files of others, or what the run began with."""
     steps = (*output.glob(f"{layout.STEP_PREFIX}_*"), output, *output.parents)
     found = ""
     if any((output / name).exists() for name in (layout.CHECKPOINTS, "metrics.jsonl")):
@@ -168,6 +173,9 @@ def _refuse_others(output: Path, config: Config | None) -> None:
     ours = card.is_file() and CARD_MARK in card.read_text(errors="replace")
     if not found and (output / "config.json").exists() and not ours:
         found = "a model that is no export of jaxrl_llm"
+    written = () if ours or adapter else (*_WRITTEN, *TOKENIZER_FILES)
+    if not found and (others := sorted(x.name for name in written for x in output.glob(name))):
+        found = f"a file {others[0]} of no export of jaxrl_llm"
     if not found and config is not None and output.exists():
         began = (config.actor.path, config.actor.lora.path, config.critic.path)
         same = [path for path in began if path and exists(path) and output.samefile(path)]

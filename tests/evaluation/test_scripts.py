@@ -317,6 +317,13 @@ def test_an_export_overwrites_exports_only(checkpoint, exported, tmp_path):
         with pytest.raises(ConfigError, match="would overwrite; give another directory"):
             export_checkpoint(checkpoint, place)
         assert {file: file.stat().st_mtime_ns for file in place.rglob("*")} == before
+    for name in ("README.md", "tokenizer.json", "model-00001-of-00002.safetensors"):
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(ConfigError, match=f"holds a file {name} of no export.*overwrite"):
+            export_checkpoint(checkpoint, folder)
+        assert [file.name for file in folder.iterdir()] == [name]
     base = shutil.copytree(exported, tmp_path / "base")
     assert export_checkpoint(checkpoint, base) == base
     copy = shutil.copytree(run, tmp_path / "copy")

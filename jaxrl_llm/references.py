@@ -125,8 +125,16 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def check_settings(path: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+def check_settings(
+    path: str,
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    *,
+    takes_fields: bool = False,
+) -> None:
     """Settings must be keyword-only parameters; those without a default must be given.
+
+    Others must have a default, unless the function `takes_fields` by position.
 
     Raises ValueError with the nearest name, and for what is no function or class.
     """
@@ -139,6 +147,13 @@ def check_settings(path: str, function: Callable[..., Any], settings: Mapping[st
             raise ValueError(
                 f"{path} has no setting {name!r}{nearest(name, known)}\nits settings are its "
                 f"keyword-only parameters: {', '.join(known) or 'none'}"
+            )
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    for parameter in () if takes_fields else parameters:
+        if parameter.kind in positional and parameter.default is parameter.empty:
+            raise ValueError(
+                f"{path} asks for {parameter.name!r}, which is no setting: make it keyword-only, "
+                f"after a *, and give it in settings={{…}}"
             )
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in settings:

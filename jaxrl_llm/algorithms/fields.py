@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.references import nearest
@@ -13,6 +14,7 @@ from jaxrl_llm.types import ROLLOUT_FIELDS
 
 # What the update computes on each mini-batch, in addition to the fields of the rollout batch.
 UPDATE_FIELDS = ("logprobs", "entropy", "new_values", "top_logprobs")
+GIVEN_SETTINGS = ("coef",)  # what a stage gives: kl_reward has the controller's coefficient
 # What a field of the update is computed from: the policy's log-probs of the teacher's candidates.
 COMPUTED_FROM = {"top_logprobs": ("teacher_top_ids",)}
 
@@ -40,6 +42,19 @@ def check_fields(
     ValueError with the nearest field, so a misspelt parameter is found before any device is
     touched.
     """
+    made = isinstance(fn.func if isinstance(fn, partial) else fn, FieldFunction)
+    for parameter in () if made else inspect.signature(fn).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            raise ValueError(
+                f"{role} takes **{parameter.name}; name the batch fields that it reads as its "
+                "positional parameters"
+            )
+        unbound = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if unbound and parameter.name not in GIVEN_SETTINGS:
+            raise ValueError(
+                f"{role}: the setting {parameter.name!r} has no value: give it a default, or bind "
+                "it with functools.partial"
+            )
     known = (*ROLLOUT_FIELDS, *(UPDATE_FIELDS if update else ()), *own)
     for name in field_names(fn):
         if name not in known:
@@ -54,7 +69,8 @@ def pair_of(role: str, found: Any, mask: Any, *, metrics: bool = False) -> tuple
     """The two results of a function: an array of tokens, and another one or a dict of `metrics`.
 
     Raises: ValueError unless they are two, and each array has one value for each token of `mask`.
-        Another shape may broadcast, and then it is another loss.
+        Another shape may broadcast, and then it is another loss. A loss of integers has no
+        gradient. A metric may be a single number, too.
     """
     wanted = "(loss, metrics)" if metrics else "(advantages, returns)"
     if not isinstance(found, tuple | list) or len(found) != 2:
@@ -71,7 +87,32 @@ def pair_of(role: str, found: Any, mask: Any, *, metrics: bool = False) -> tuple
             f"{role} returned {type(found[1]).__name__} as the metrics of {wanted}; it must be a "
             "dict, which may be empty"
         )
+    if metrics and not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
+        raise ValueError(
+            f"{role} returned a loss of {jnp.result_type(found[0])}, which has no gradient; it "
+            "must be of floating-point numbers"
+        )
+    for name, value in found[1].items() if metrics else ():
+        if not isinstance(name, str) or _shape(value) not in ((), mask.shape):
+            raise ValueError(
+                f"{role} returned the metric {name!r} as {_kind(value)}; a metric has a name of "
+                f"text, and the shape of `mask`, {mask.shape}, or is one number"
+            )
     return found[0], found[1]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of numbers; None for anything else."""
+    try:
+        jnp.result_type(value)
+        return np.shape(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _kind(value: Any) -> str:
+    shape = _shape(value)
+    return type(value).__name__ if shape is None else f"an array of shape {shape}"
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def weight_function(settings: c.PrioritySettings, *, samples: int) -> Callable[.
     if not isinstance(settings, c.Custom):
         return partial(WEIGHTS[type(settings)], **asdict(settings))
     function = load(settings.path)
-    check_settings(settings.path, function, settings.settings)
+    check_settings(settings.path, function, settings.settings, takes_fields=True)
     for name in field_names(function):
         if name not in FIELDS:
             raise ValueError(

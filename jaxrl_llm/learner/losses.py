@@ -98,7 +98,7 @@ class PolicyLoss:
         found_loss = algorithm.policy_loss(*(current[name] for name in reads))
         per_token, parts = pair_of("policy_loss", found_loss, mask, metrics=True)
         total = algorithm.aggregate(per_token, mask, **counts)
-        metrics = {"actor/pg_loss": total} | _token_means(parts, mask, counts["global_tokens"])
+        metrics = {"actor/pg_loss": total}
         if uses_entropy:
             assert entropy is not None
             bonus = algorithm.aggregate(entropy, mask, **counts)
@@ -114,6 +114,7 @@ class PolicyLoss:
             term, of_router = self.router(found.routed, share)
             total, metrics = total + term, metrics | of_router
         metrics |= attention_work(rows, self.spec, self.settings)
+        metrics = _joined(metrics, _token_means(parts, mask, counts["global_tokens"]))
         if self.own_logprobs:
             return total, (metrics, (logprobs, entropy))
         if self.with_log_ratios:
@@ -153,7 +154,7 @@ class ValueLoss:
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])
         work = attention_work(rows, self.spec, self.settings)
-        return total, {"critic/vf_loss": total} | means | work
+        return total, _joined({"critic/vf_loss": total} | work, means)
 
 
 def with_counts(fields: Fields, first: bool | Array) -> Fields:
@@ -188,6 +189,16 @@ def _counts(fields: Fields) -> dict[str, Array]:
         "global_tokens": fields["num_tokens"][0],
         "global_sequences": fields["num_sequences"][0],
     }
+
+
+def _joined(ours: Metrics, of_function: Metrics) -> Metrics:
+    """Both. ValueError for a name that both have."""
+    if again := sorted(ours.keys() & of_function.keys()):
+        raise ValueError(
+            f"the loss returns the metric {again[0]!r}, which the trainer writes itself; take "
+            f"another name, such as {again[0] + '_of_mine'!r}"
+        )
+    return ours | of_function
 
 
 def _token_means(metrics: Metrics, mask: Float[Array, "B R"], tokens: Array) -> Metrics:

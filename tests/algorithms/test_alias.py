@@ -332,6 +332,11 @@ MASK = np.ones((4, 3))
         (MASK, True, r"it must return \(loss, metrics\)"),
         ((MASK.mean(), {}), True, r"shape \(\) in \(loss, metrics\).*no mean over them"),
         ((MASK, MASK), True, "returned ndarray as the metrics of"),
+        ((MASK.astype(int), {}), True, "returned a loss of int32, which has no gradient"),
+        ((MASK * 1j, {}), True, "returned a loss of complex64, which has no gradient"),
+        ((MASK, {"m": MASK[:, 0]}), True, r"returned the metric 'm' as an array of shape \(4,\)"),
+        ((MASK, {"m": "x"}), True, "returned the metric 'm' as str"),
+        ((MASK, {3: MASK}), True, "returned the metric 3 as an array"),
     ],
 )
 def test_what_a_function_returns_has_a_value_for_each_token(found, metrics, words):
@@ -341,4 +346,6 @@ def test_what_a_function_returns_has_a_value_for_each_token(found, metrics, word
 
 def test_what_a_function_should_return_is_taken():
     assert pair_of("loss", (MASK, {}), MASK, metrics=True) == (MASK, {})
+    for metric in (MASK, MASK.mean(), 1, True):
+        assert pair_of("loss", (MASK, {"m": metric}), MASK, metrics=True)[1] == {"m": metric}
     assert pair_of("advantage", [MASK, MASK], MASK) == (MASK, MASK)

@@ -282,6 +282,55 @@ def test_a_loss_whose_field_nobody_writes_is_refused_with_the_fields_there_are(t
         open_iteration(replace(config_of("grpo"), algorithm=algorithm))
 
 
+CLASHES = """
+from dataclasses import replace
+from jaxrl_llm.algorithms.build import build_online
+from jaxrl_llm.config import GRPO
+
+
+def renames():
+    def loss(logprobs, advantages, mask):
+        return -logprobs * advantages, {"actor/pg_loss": logprobs}
+
+    return replace(build_online(GRPO()), policy_loss=loss)
+
+
+def unbound():
+    def advantage(scores, mask, *, scale):
+        return mask * scale, mask
+
+    return replace(build_online(GRPO()), advantage=advantage)
+
+
+def unnamed():
+    def advantage(**fields):
+        return fields["mask"], fields["mask"]
+
+    return replace(build_online(GRPO()), advantage=advantage)
+
+
+def required(scale):
+    return build_online(GRPO())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("renames", "'actor/pg_loss', which the trainer writes itself; take another name"),
+        ("unbound", "the setting 'scale' has no value: give it a default, or bind it with"),
+        ("unnamed", r"takes \*\*fields; name the batch fields that it reads"),
+        ("required", "'scale', which is no setting: make it keyword-only"),
+    ],
+)
+def test_functions_that_would_fail_in_a_step_are_refused_before_it(tmp_path, name, message):
+    (tmp_path / "own.py").write_text(CLASHES)
+    algorithm = Custom(path=f"{tmp_path}/own.py:{name}")
+    with pytest.raises(ValueError, match=message):
+        iteration = open_iteration(replace(config_of("grpo"), algorithm=algorithm))
+        run_step(iteration, first_states(iteration), 1)
+
+
 def test_groups_without_variance_are_reported_and_teach_nothing():
     """A constant reward: every advantage is exactly 0, the update finite, the share 1."""
     config = config_of("grpo", use_kl_loss=False)

@@ -29,10 +29,8 @@ def jaxrl(*words: str) -> subprocess.CompletedProcess[str]:
 
 def jaxrl_process(*words: str) -> subprocess.CompletedProcess[str]:
     """With the one device that a CPU is for a user."""
-    code = "from jaxrl_llm.launch.commands import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "jaxrl_llm", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_the_wheel_has_the_command():

@@ -29,7 +29,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("trainer",)],
     [("planner",)],
     [("launch",), ("benchmarks",)],
-    [("configs",), ("scripts",)],
+    [("configs",), ("scripts",), ("__main__",)],
 ]
 ROOM_OF = {
     name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room

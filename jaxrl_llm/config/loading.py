@@ -92,9 +92,8 @@ def _with_files_for_tasks(config: Config, keys: set[str]) -> Config:
     holds_out = bool(names("val_files") and data.val_files)
     if data.val_tasks and not names("val_tasks") and (holds_out or gone and not names("val_files")):
         gone.append("val_tasks")
-    for field in gone:
-        config = apply_override(config, f"data.{field}", ())
     if gone:
+        config = replace(config, data=replace(data, **dict.fromkeys(gone, ())))
         fields = " and ".join(f"config.data.{field}" for field in gone)
         _log.warning(
             "your data replaces the tasks of the config, %s; to use both, name tasks too: "

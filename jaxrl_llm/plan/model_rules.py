@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig, ModelSettings
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import check_family
-from jaxrl_llm.typed_records.tree import every
+from jaxrl_llm.typed_records.tree import as_text, default_at, every, value_at
 
 if TYPE_CHECKING:  # it imports jax
     from jaxrl_llm.plan.roles import Role
 
 _ROLES = {"reward.model": "reward"}  # of keys that are not the name of their role
-_ROUTER_KEYS = {  # what switches each off
-    "router_aux_loss_coef": "0",
-    "router_z_loss_coef": "0",
-    "router_bias_rate": "0",
-    "router_aux_loss_by_layer": "False",
-}
+_ROUTER_KEYS = (  # of the actor; by default they are off
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+    "router_bias_rate",
+    "router_aux_loss_by_layer",
+)
 
 
 def check_roles(config: Config, roles: "Mapping[str, Role]") -> None:
@@ -38,25 +38,19 @@ def check_roles(config: Config, roles: "Mapping[str, Role]") -> None:
             "works"
         )
     actor = roles.get("actor")
-    _check_router_keys(config, actor)
+    _check_router_keys(config, None if actor is None else actor.spec.config)
 
 
-def _check_router_keys(config: Config, actor: "Role | None") -> None:
-    """Raises: ConfigError for keys of routers that are not there, or do not learn."""
-    keys = [key for key in _ROUTER_KEYS if getattr(config.actor, key)]
-    given = ", ".join(f"config.actor.{key}={getattr(config.actor, key)}" for key in keys)
-    works = " ".join(f"--config.actor.{key}={_ROUTER_KEYS[key]}" for key in keys) + " works"
-    if keys and (actor is None or actor.spec.config.mixture is None):
-        raise ConfigError(
-            f"{given}: the model that learns has no routers, so nothing would change; {works}"
-        )
-    _check_scores(config, actor)
-
-
-def _check_scores(config: Config, actor: "Role | None") -> None:
-    """Raises: ConfigError for a key of the other kind of router."""
-    mixture = None if actor is None else actor.spec.config.mixture
+def _check_router_keys(config: Config, learns: ModelConfig | None) -> None:
+    """Raises: ConfigError for keys of routers that do not learn, or are of another kind."""
+    mixture = None if learns is None else learns.mixture
     if mixture is None:
+        keys = [f"actor.{key}" for key in _ROUTER_KEYS if getattr(config.actor, key)]
+        given = ", ".join(f"config.{key}={as_text(value_at(config, key))}" for key in keys)
+        works = " ".join(f"--config.{key}={as_text(default_at(config, key))}" for key in keys)
+        if keys:
+            why = "the model that learns has no routers, so nothing would change"
+            raise ConfigError(f"{given}: {why}; {works} works")
         return
     other = "router_bias_rate" if mixture.scores == "softmax" else "router_z_loss_coef"
     if value := getattr(config.actor, other):

@@ -69,7 +69,7 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
     ("model", "changes", "message"),
     [
         ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
-        ({"vocab_size": 96}, {"actor": {"router_aux_loss_by_layer": True}}, "by_layer=False works"),
+        ({"vocab_size": 96}, {"actor": {"router_aux_loss_by_layer": True}}, "by_layer=false works"),
         ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
         (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (OLMOE, {}, "olmoe has no scalar model"),

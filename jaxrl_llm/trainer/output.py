@@ -430,7 +430,7 @@ def parameters(number: int) -> str:
 
 
 @dataclass(kw_only=True)
-class Totals:
+class RunTotals:
     """What the summary reports. The checkpoint holds it, so a resumed run reports all steps."""
 
     first: dict[str, float] = field(default_factory=dict)  # validation before the first step
@@ -461,7 +461,7 @@ class Summary:
 
     run_dir: Path
     step: int
-    totals: Totals
+    totals: RunTotals
     seconds: float  # of this process, start to end
     interrupted: bool
     alarmed: bool = False  # an alarm ended it before its last step

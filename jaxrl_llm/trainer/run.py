@@ -70,8 +70,8 @@ from jaxrl_llm.trainer.batches import (
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.output import (
     RunOutput,
+    RunTotals,
     Summary,
-    Totals,
     about,
     about_lines,
     write_about,
@@ -163,7 +163,7 @@ class Run:
     alarms: Alarms
     callbacks: Callbacks
     compilations: CompileCounter
-    totals: Totals = field(default_factory=Totals)
+    totals: RunTotals = field(default_factory=RunTotals)
     _own: Training | None = None
     _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
 
@@ -192,7 +192,7 @@ class Run:
             states, loop_state = self._restore(self.resume)
             if self.resume.parent != self.checkpoints.directory:
                 self._save_once(states)
-            step, self.totals = loop_state["step"], Totals(**loop_state["totals"])
+            step, self.totals = loop_state["step"], RunTotals(**loop_state["totals"])
             self.alarms.restore(loop_state.get("alarms", {}))
             if kept_sizes(loop_state, self.config):
                 kept = (loop_state, states.pop(AHEAD))
@@ -673,7 +673,7 @@ def _resume_point(config: Config, checkpoints: CheckpointManager) -> Path | None
     return path
 
 
-def _loop_state(path: Path) -> tuple[int, Totals]:
+def _loop_state(path: Path) -> tuple[int, RunTotals]:
     """The step of a checkpoint, and the totals of the run up to it."""
     _, state = manager.restore(path, {})
-    return state["step"], Totals(**state["totals"])
+    return state["step"], RunTotals(**state["totals"])

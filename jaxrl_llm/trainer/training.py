@@ -25,7 +25,7 @@ from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, check_gradients
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.watchdog import BETWEEN, Watch
 from jaxrl_llm.trainer.batches import Batches, StepTokens
-from jaxrl_llm.trainer.output import MetricsLog, Totals
+from jaxrl_llm.trainer.output import MetricsLog, RunTotals
 
 Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
 
@@ -34,7 +34,7 @@ Save = Callable[[int, States, dict[str, float], dict[str, Any]], None]
 class Clock:
     """Times, throughput and compilations of the steps of a run."""
 
-    totals: Totals
+    totals: RunTotals
     compilations: CompileCounter
     timer: Timer = field(default_factory=Timer)
     recompiled: int = 0  # programs that the last step compiled and should not have

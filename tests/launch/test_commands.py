@@ -16,7 +16,7 @@ from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
 from jaxrl_llm.launch.commands import COMMANDS, main, versions
 from jaxrl_llm.launch.dry_run import dry_run
-from jaxrl_llm.trainer.output import Summary, Totals, summary_lines
+from jaxrl_llm.trainer.output import RunTotals, Summary, summary_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,7 +153,7 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
     summary = Summary(
         run_dir=tmp_path,
         step=3,
-        totals=Totals(),
+        totals=RunTotals(),
         seconds=1.0,
         interrupted=False,
         checkpoint=tmp_path / "checkpoints" / "global_step_3",
@@ -174,7 +174,7 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
 
 
 def test_times_that_overlap_are_explained(tmp_path):
-    totals = Totals()
+    totals = RunTotals()
     totals.seconds, totals.stage_seconds = 10.0, {"gen": 1.0, "ref": 4.0, "update_actor": 5.0}
     summary = Summary(
         run_dir=tmp_path,

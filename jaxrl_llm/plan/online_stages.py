@@ -1,5 +1,6 @@
 """Which stages an iteration of online RL has, and which of them the source of batches runs."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,25 @@ def own_stages(config: Config) -> tuple[Stage, ...]:
                 f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "
                 "(jaxrl_llm.plan.dataflow); see docs/add-a-stage.md"
             )
+        _check_declarations(entry.path, stage)
         found.append(stage)
     return tuple(found)
+
+
+def _check_declarations(path: str, stage: Stage) -> None:
+    """ConfigError for a name, `writes` or parameters that a user's stage cannot have."""
+    writes, wrong = stage.writes, ""
+    parameters = inspect.signature(stage).parameters.values()
+    keywords = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    by_place = [p.name for p in parameters if p.kind not in keywords and p.default is p.empty]
+    if not (isinstance(stage.name, str) and stage.name.isidentifier()):
+        wrong = f"its name is {stage.name!r}; give it one of letters, digits and _"
+    elif not (isinstance(writes, tuple) and all(isinstance(name, str) for name in writes)):
+        wrong = f"its writes is {writes!r}; give a tuple of names, such as ('scores',)"
+    elif len(by_place) > 2:
+        wrong = f"it takes {by_place[2]!r} by position; put a * before it, as before each field"
+    if wrong:
+        raise ConfigError(f"config.stages={path}: {wrong}; see docs/add-a-stage.md")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,6 +155,23 @@ def test_a_loss_reads_the_field_of_a_stage_of_the_users(own):
         open_iteration(replace(config, stages=()))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (('"weights"', '""'), "its name is ''; give it one of letters"),
+        (('"weights"', '"a b"'), "its name is 'a b'; give it one of letters"),
+        (('("length_weights",)', '"length_weights"'), "its writes is 'length_weights'; give a tup"),
+        (("step, *, mask", "step, mask"), "it takes 'mask' by position; put a "),
+    ],
+)
+def test_declarations_of_a_stage_are_checked(own, changed, message):
+    file = Path(own)
+    assert changed[0] in OWN
+    file.write_text(OWN.replace(*changed))
+    with pytest.raises(ConfigError, match=message):
+        open_iteration(with_stage(f"{own}:weights"))
+
+
 def test_what_cannot_work_is_refused_with_the_remedy(own):
     with pytest.raises(ConfigError, match="nothing reads what the stage 'unread' writes"):
         open_iteration(with_stage(f"{own}:unread"))

@@ -1,6 +1,6 @@
 """Numbers that are not finite: in gradients, after each step, and in weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,12 +33,22 @@ def check_gradients(
         name = f"{prefix}/{NONFINITE}" if prefix else NONFINITE
         flags = metrics.pop(name, None)
         if flags is not None and np.asarray(flags).any():
-            _stop(np.asarray(flags), tree, step, what, prefix or "model")
+            _stop(np.asarray(flags), tree, step, what, prefix or "model", _nonfinite(metrics))
 
 
-def _stop(flags: np.ndarray, params: Any, step: int, what: str, role: str) -> None:
+def _nonfinite(metrics: Mapping[str, Any]) -> list[str]:
+    """The names of metrics that are no finite number, in the order of the stages."""
+    numbers = {name: np.asarray(value) for name, value in metrics.items()}
+    return [name for name, x in numbers.items() if x.ndim == 0 and not np.isfinite(x)]
+
+
+def _stop(
+    flags: np.ndarray, params: Any, step: int, what: str, role: str, others: Sequence[str]
+) -> None:
     names = [name for name, bad in zip(_names(params), flags, strict=True) if bad]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    if others:
+        more += f". Nor are the metrics {', '.join(others[:SHOWN])}: the cause may be there"
     error = NonFiniteGradients(
         f"{what} {step}: the gradient of the {role} is not finite in {', '.join(names[:SHOWN])}"
         f"{more}. That update was not applied, and no checkpoint has weights that are not finite. "

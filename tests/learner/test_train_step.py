@@ -391,8 +391,11 @@ def test_a_bad_gradient_changes_nothing_and_is_named(bad):
         np.testing.assert_array_equal(before, after)
     assert metrics[NONFINITE].tolist() == [True, False]
     found = {f"actor/{NONFINITE}": np.asarray(metrics[NONFINITE])}
-    with pytest.raises(NonFiniteGradients, match="step 7: the gradient of the actor .* in a. "):
-        check_gradients(found, {"actor": old.params}, 7)
+    with pytest.raises(NonFiniteGradients, match=r"step 7: the gradient of .* in a\. That update"):
+        check_gradients(dict(found), {"actor": old.params}, 7)
+    others = {"critic/score/mean": 1.0, "critic/advantages/mean": np.float32(bad)}
+    with pytest.raises(NonFiniteGradients, match=r"a\. Nor .* critic/advantages/mean:"):
+        check_gradients(found | others, {"actor": old.params}, 7)
 
 
 def test_a_gradient_that_overflows_the_norm_alone_is_also_refused():

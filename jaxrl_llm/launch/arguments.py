@@ -3,6 +3,7 @@
 Each function returns its argument, or raises a ConfigError that says what it must be.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,12 +32,25 @@ def a_list(name: str, value: Any, example: str) -> list[Any]:
 
 
 def functions(name: str, value: Any, example: str) -> list[Callable[..., Any]]:
-    """A list of what can be called."""
+    """A list of what can be called with one argument."""
     found = a_list(name, value, example)
     for i, function in enumerate(found):
         if not callable(function):
             _refuse(f"{name}[{i}]", function, "a function")
+        try:
+            inspect.signature(function).bind(None)
+        except ValueError:
+            pass  # a builtin does not say what it takes
+        except TypeError as error:
+            _refuse(f"{name}[{i}]", function, f"a function of one argument ({error})")
     return found
+
+
+def rows(name: str, value: Any, files: str) -> Any:
+    """Rows of data. `files` is the key of the config for paths."""
+    if isinstance(value, str | bytes | os.PathLike | Mapping):
+        _refuse(name, value, f"a list of dicts, one a row; a file is named by {files}")
+    return value
 
 
 def a_whole_number(name: str, value: Any, *, least: int = 0) -> int:

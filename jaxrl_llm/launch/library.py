@@ -109,6 +109,8 @@ def _with_objects(
 ) -> Config:
     """The config with what a program gave as objects, checked."""
     changes: dict[str, Any] = {}
+    arguments.rows("train_data", train_data, "config.data.train_files")
+    arguments.rows("val_data", val_data, "config.data.val_files")
     if rewards is not None:
         functions = arguments.a_list("rewards", rewards, "[my_function]")
         weights = arguments.a_list("reward_weights", reward_weights, "[1.0]")
@@ -168,6 +170,7 @@ def evaluate(
     Raises: ConfigError without validation data, or for settings that cannot work.
     """
     arguments.a_whole_number("num_cpu_devices", num_cpu_devices)
+    arguments.rows("val_data", val_data, "config.data.val_files")
     found = find_model_path(str(arguments.a_path("model", model)))
     # The model replaces the config's own, whose folder need not exist here.
     opened = config if isinstance(config, Config) else open_config(config)

@@ -37,6 +37,18 @@ def devices(monkeypatch):
         ("train", {"rewards": ["exact_answer"], "reward_weights": 1}, "reward_weights=1: expected"),
         ("train", {"callbacks": print}, r"callbacks=.*: expected a list such as \[my_callback\]"),
         ("train", {"callbacks": [3]}, r"callbacks\[0\]=3: expected a function"),
+        (
+            "train",
+            {"callbacks": [lambda: None]},
+            r"callbacks\[0\]=.*: expected a function of one argument \(too many positional",
+        ),
+        (
+            "train",
+            {"train_data": "rows.jsonl"},
+            "train_data='rows.jsonl': expected a list of dicts, one a row; a file is named",
+        ),
+        ("train", {"val_data": {"prompt": ["1"]}}, "val_data=.*: expected a list of dicts"),
+        ("evaluate", {"val_data": "rows.jsonl"}, "val_data='rows.jsonl': expected a list of dicts"),
         ("train", {"num_cpu_devices": "2"}, "num_cpu_devices='2': expected a whole number, 0 or"),
         ("train", {"end_process": 3}, "end_process=3: expected os._exit or None"),
         ("open_model", {"model": None}, "model=None: expected a path"),

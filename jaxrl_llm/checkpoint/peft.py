@@ -378,19 +378,7 @@ def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None
     directory, stored = Path(directory), _stored(Path(directory))
     ours = adapter_tensors(spec)
     wanted = stored_parts(ours)
-    for name, parts in wanted.items():
-        shape = parts[0].tensor.whole_shape
-        if name not in stored or stored[name].shape != shape:
-            found = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
-            raise ConfigError(
-                f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
-                f"{shape}; give the adapter of this model"
-            )
-    if unread := sorted(name for name in stored if name not in wanted and not _is_head(name)):
-        raise ConfigError(
-            f"{directory / WEIGHTS} has {unread[0]}, which {CONFIG} does not ask for (its use_dora "
-            f"is {spec.lora is not None and spec.lora.dora}); save the adapter again"
-        )
+    _check_tensors(directory, spec, stored, wanted)
     read: dict[Leaf, dict[int, Any]] = {}
     for name, value in read_tensors([stored[name] for name in wanted]):
         for part in wanted[name]:
@@ -408,6 +396,33 @@ def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None
 
     placed = jax.tree.map(place, spec.learned, params)
     return placed if shardings is None else jax.device_put(placed, shardings)
+
+
+def check_adapter(directory: str | Path, spec: ModelSpec) -> None:
+    """Raises what `import_adapter` raises before it reads a tensor. Reads headers only."""
+    directory = Path(directory)
+    _check_tensors(directory, spec, _stored(directory), stored_parts(adapter_tensors(spec)))
+
+
+def _check_tensors(
+    directory: Path,
+    spec: ModelSpec,
+    stored: Mapping[str, StoredTensor],
+    wanted: Mapping[str, Sequence[StoredPart]],
+) -> None:
+    for name, parts in wanted.items():
+        shape = parts[0].tensor.whole_shape
+        if name not in stored or stored[name].shape != shape:
+            found = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
+            raise ConfigError(
+                f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
+                f"{shape}; give the adapter of this model"
+            )
+    if unread := sorted(name for name in stored if name not in wanted and not _is_head(name)):
+        raise ConfigError(
+            f"{directory / WEIGHTS} has {unread[0]}, which {CONFIG} does not ask for (its use_dora "
+            f"is {spec.lora is not None and spec.lora.dora}); save the adapter again"
+        )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from jaxrl_llm.checkpoint.peft import (
     BASE_BITS,
     BASE_FORM,
     base_of_adapter,
+    check_adapter,
     import_adapter,
     mark_of,
 )
 from jaxrl_llm.checkpoint.soundness import check_loaded
-from jaxrl_llm.config import AdaptedSettings, ConfigError
+from jaxrl_llm.config import AdaptedSettings, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.sharding import shardings
@@ -63,10 +64,13 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
     return params
 
 
-def check_stored(role: Role, source: ModelSource) -> None:
-    """ValueError where a directory has other weights than those of `role`. Reads headers only."""
-    if source.directory is not None and source.checkpoint is None:
+def check_stored(role: Role, source: ModelSource | None, config: Config) -> None:
+    """ValueError where the files of a role have other weights or adapters. Reads headers only."""
+    if source is not None and source.directory is not None and source.checkpoint is None:
         check_weights(source.directory, role.spec)
+    settings = config.critic if role.name == "critic" else config.actor
+    if role.base and settings.lora.path:
+        check_adapter(settings.lora.path, role.spec)
 
 
 def _with_spec(role: Role, spec: ModelSpec) -> Role:

@@ -559,8 +559,8 @@ def open_plan_and_data(
     records, validator, prompts = None, None, []
     if is_offline(config):
         plan = plan_offline(config, tokenizer, meshes["actor"])
-        if new and plan.source is not None:
-            check_stored(plan.learner, plan.source)
+        if new:
+            check_stored(plan.learner, plan.source, config)
         records = load_offline_records(config, plan, tokenizer, run_dir)
         loader, num_rows = records.loader(), len(records.train)
         stack.callback(loader.close)
@@ -570,9 +570,8 @@ def open_plan_and_data(
         reward = open_reward(config, tokenizer, stack)
         others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
         plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
-        for name, role in plan.roles.items():
-            if new and name in plan.sources:
-                check_stored(role, plan.sources[name])
+        for name, role in plan.roles.items() if new else ():
+            check_stored(role, plan.sources.get(name), config)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         if reward is not None:
             reward.check(config, prompts)

@@ -20,12 +20,14 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint
 from jaxrl_llm.launch.commands import export
+from jaxrl_llm.launch.dry_run import dry_run
 from jaxrl_llm.models.base import frozen_spec, merge_adapters, model_spec
 from jaxrl_llm.models.frozen import quantized_as
 from jaxrl_llm.models.lora import join, split
 from jaxrl_llm.plan.models import ModelSource, adapters_of, find_model, learner_spec
 from jaxrl_llm.plan.roles import make_role, strict_of
 from jaxrl_llm.plan.weights import first_adapters, load_params
+from jaxrl_llm.trainer import states
 from jaxrl_llm.trainer.run import train
 
 pytestmark = pytest.mark.ci
@@ -129,6 +131,23 @@ def test_other_adapters_are_refused_by_name(tmp_path, base, trained):
     flags["actor__lora"] = '{"rank": 3, "alpha": 8}'
     with pytest.raises(ConfigError, match=r"actor.lora.rank 2 there, 3 now"):
         train(config_of(tmp_path, resume=str(run.step_path(1)), **flags)[1])
+
+
+def test_an_adapter_of_other_shapes_is_refused_before_weights(tmp_path, base, trained, monkeypatch):
+    folder = export_checkpoint(trained[1], tmp_path / "adapter", adapter=True)
+    written = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(written | {"r": 5}))
+    flags = {"actor__path": str(base), "warmup": "null"} | GRPO
+    flags["actor__lora"] = json.dumps({"path": str(folder)})
+    config = config_of(tmp_path, **flags)[1]
+
+    def load(*_):
+        raise AssertionError("weights were loaded first")
+
+    monkeypatch.setattr(states, "load_params", load)
+    for start in (dry_run, train):
+        with pytest.raises(ConfigError, match=r"has shape \(2, .* the model wants \(5, "):
+            start(config)
 
 
 def test_exports(tmp_path, base, trained):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import platform
+import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -476,6 +477,11 @@ def print_summary(summary: Summary, config: Config) -> None:
         print("\n".join(summary_lines(summary, config)), flush=True)
 
 
+def _word(path: Path) -> str:
+    """A path as one word of a command."""
+    return shlex.quote(str(path))
+
+
 def summary_lines(summary: Summary, config: Config) -> list[str]:
     """The summary as lines of plain text."""
     totals, run_dir = summary.totals, summary.run_dir
@@ -508,13 +514,15 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         lines.append(f"  report          {run_dir / 'report.html'}")
     if config.log.tensorboard:
         viewer = "(its viewer: pip install tensorboard)"
-        lines.append(f"  TensorBoard     tensorboard --logdir {run_dir / 'tensorboard'} {viewer}")
+        lines.append(
+            f"  TensorBoard     tensorboard --logdir {_word(run_dir / 'tensorboard')} {viewer}"
+        )
     if (trace := run_dir / "trace").is_dir() and any(trace.iterdir()):  # not where none answered
         lines.append(f"  trace           {trace}")
     is_reward = isinstance(config.algorithm, PairwiseRewardModel | RewardRegression)
     lines.append(
-        f"  export          jaxrl export --model={summary.checkpoint} --output={run_dir / 'export'}"
-        + (" --role=reward" if is_reward else "")
+        f"  export          jaxrl export --model={_word(summary.checkpoint)} "
+        f"--output={_word(run_dir / 'export')}" + (" --role=reward" if is_reward else "")
     )
     if summary.interrupted or summary.alarmed or summary.called_off:
         again = "run the same command again"

@@ -1,10 +1,12 @@
 """The console command, and that each model flag means the same thing."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,11 +168,24 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
     lines = [line for line in summary_lines(summary, Config()) if " jaxrl " in line]
     (words,) = (line.split(" jaxrl ")[1].split() for line in lines)
     assert words[0] == "export"
+    spaced = replace(summary, run_dir=tmp_path / "a b", checkpoint=tmp_path / "a b/c")
+    (line,) = (line for line in summary_lines(spaced, Config()) if " jaxrl " in line)
+    assert shlex.split(line)[-2:] == [
+        f"--model={tmp_path}/a b/c",
+        f"--output={tmp_path}/a b/export",
+    ]
     # Its flags are known: what is missing here is the checkpoint.
     assert f"there is no checkpoint {summary.checkpoint}" in jaxrl(*words).stderr
     scalar = Config(algorithm=c.PairwiseRewardModel()), Config(algorithm=c.RewardRegression())
     for config in scalar:
         assert summary_lines(summary, config)[-1] == f"{lines[0]} --role=reward"
+
+
+def test_the_module_of_the_command_is_the_command():
+    """For a machine on which `jaxrl` is not on the path."""
+    command = [sys.executable, "-m", "jaxrl_llm", "trian"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "did you mean 'train'" in result.stderr
 
 
 def test_times_that_overlap_are_explained(tmp_path):

@@ -67,7 +67,7 @@ def load(path: str) -> Any:
     else:
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ValueError(
                 f"importing the module {module_name!r} failed: {type(error).__name__}: {error}; "
                 f"install its package, start from the folder that holds it, or {HOW}"
@@ -104,7 +104,7 @@ def load_file(file: Path, *, again: bool = False) -> ModuleType:
         sys.path.append(str(file.parent))  # last: it must not hide an installed package
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         del sys.modules[module_name]
         raise ValueError(f"importing {where(file, error)}: {reason(error)}") from error
     return module
@@ -177,7 +177,7 @@ def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: A
     """What the user's function at `path` returns. ValueError, with its line, if it fails."""
     try:
         return function(*arguments, **settings)
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         last = frames[-1]
         raise ValueError(

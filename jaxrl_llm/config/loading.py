@@ -162,8 +162,8 @@ def _run(file: Path, path: str) -> Config:
         config = module.get_config()
     except ConfigError:
         raise
-    except Exception as error:  # the user's code may raise anything
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        cause = error.__cause__ or error
         invalid = isinstance(cause, ValidationError)
         text = str(explain(cause, Config, cause.title)) if invalid else reason(cause)
         raise ConfigError(f"{where(file, cause)}: {text}") from error

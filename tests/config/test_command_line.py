@@ -543,6 +543,9 @@ def test_missing_files_name_what_there_is(config_file, tmp_path):
     [
         ("def get_config(:", "line 1: "),
         ("x = 1", "has no get_config"),
+        # A script that ends the process would end the run with its code, and without a word.
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        ("def get_config():\n    raise SystemExit(0)", "line 2: SystemExit: 0"),
         ("def get_config():\n    return 3", "returned int, not a Config"),
         ("from jaxrl_llm.config import *\ndef get_config():\n    return Config(sed=1)", "line 3: "),
         ("import no_such_module", "line 1: .*no_such_module"),

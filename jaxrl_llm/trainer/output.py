@@ -16,7 +16,13 @@ import jax
 import numpy as np
 
 from jaxrl_llm.checkpoint.identity import package_versions
-from jaxrl_llm.config import Config, PairwiseRewardModel, RewardRegression, as_dict
+from jaxrl_llm.config import (
+    Config,
+    PairwiseRewardModel,
+    RewardConfig,
+    RewardRegression,
+    as_dict,
+)
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.evaluation.evaluate import Validation
 from jaxrl_llm.generation.completions import completions_of
@@ -25,13 +31,14 @@ from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
-from jaxrl_llm.plan.online import Plan
+from jaxrl_llm.plan.online import OnlinePlan, Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.scores import StepContext
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.typed_records.tree import described
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 from jaxrl_llm.whole_files import write_whole
 
@@ -378,7 +385,10 @@ class SupervisedOutput(MetricsLog):
 def about(
     plan: Plan, *, run_dir: Path, num_train: int, num_held_out: int, step: int | None, steps: int
 ) -> dict[str, str]:
-    """A line for each of: run, devices, model, data, versions. `step` is None for a new run."""
+    """A line for each of: run, devices, model, data, reward of online runs, versions.
+
+    `step` is None for a new run.
+    """
     state = "new" if step is None else f"goes on from step {step}"
     held_out = f", {num_held_out:,} held out" if num_held_out else ", none held out"
     versions = package_versions()
@@ -387,10 +397,19 @@ def about(
         "devices": _devices(plan),
         "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
         "data": f"{num_train:,} training rows{held_out}",
+        **({"reward": reward_text(plan.config.reward)} if isinstance(plan, OnlinePlan) else {}),
         "versions": f"jaxrl_llm {versions['jaxrl_llm']}, jax {versions['jax']}, "
         f"Python {platform.python_version()}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
+
+
+def reward_text(reward: RewardConfig) -> str:
+    """What scores a training sample: each function, with the settings that are not its defaults."""
+    names = [described(function) for function in reward.functions]
+    if reward.weights:
+        names = [f"{weight:g} * {name}" for weight, name in zip(reward.weights, names, strict=True)]
+    return " + ".join([*names, *(["a reward model"] if reward.model is not None else [])])
 
 
 def about_lines(found: dict[str, str]) -> str:

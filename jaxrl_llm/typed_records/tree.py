@@ -48,6 +48,17 @@ def as_text(value: Any) -> str:
     return "{}" if is_empty(value) else "{…}"
 
 
+def described(record: Kind) -> str:
+    """The name of a record, with the settings that are not their defaults."""
+    fields = fields_of(record)
+    given = [
+        f"{name}={as_text(value)}"
+        for name, value in entries(record)
+        if value != fields[name].get_default(call_default_factory=True) and value != record.label
+    ]
+    return f"{record.label}({', '.join(given)})" if given else record.label
+
+
 def is_empty(value: Any) -> bool:
     """Whether a key holds nothing: null, or an empty text, list or dict."""
     return value in (None, "", (), [], {})

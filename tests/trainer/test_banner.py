@@ -5,8 +5,9 @@ import json
 import pytest
 from tiny_run import TinyRun
 
+from jaxrl_llm import config as c
 from jaxrl_llm.observability.trace import last_user_turn
-from jaxrl_llm.trainer.output import parameters
+from jaxrl_llm.trainer.output import parameters, reward_text
 from jaxrl_llm.types import Prompt
 
 
@@ -16,6 +17,13 @@ from jaxrl_llm.types import Prompt
 )
 def test_parameters_are_counted_as_people_say_it(number, text):
     assert parameters(number) == text
+
+
+def test_a_reward_is_shown_with_what_differs_from_its_defaults():
+    functions = (c.ExactAnswer(extract="whole"), c.Custom(path="my.py:f", settings={"target": 3}))
+    shown = reward_text(c.RewardConfig(functions=functions, weights=(1.0, 0.5)))
+    assert shown == "1 * exact_answer(extract=whole) + 0.5 * my.py:f(settings={…})"
+    assert reward_text(c.RewardConfig(model=c.RewardModelConfig())) == "a reward model"
 
 
 def test_the_last_turn_of_the_user_is_shown():
@@ -32,6 +40,7 @@ def test_a_run_says_what_it_is(ppo_run: TinyRun):
     assert log.index("start: importing jax") < log.index(f"run       {found['run']}")
     assert found["run"] == f"{ppo_run.run_dir}, new, 12 steps"
     assert found["data"] == "64 training rows, 16 held out"
+    assert found["reward"].endswith("reward.py:digits")
     assert found["devices"] == "1 x cpu"
     assert "actor llama, " in found["model"] and "critic llama, " in found["model"]
     first = next(i for i, line in enumerate(log) if line.startswith("step 1/"))

@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import PurePath
 from types import NoneType
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -70,6 +71,18 @@ class Record:
             if kinds and kinds <= {int, float}:
                 raise ValueError(f"expected {EXPECTED[kinds.pop().__name__]}")
         return given
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _paths_are_text(cls, given: Any) -> Any:
+        """A program may give a Path. Pydantic reads bytes as text, whatever they encode."""
+        entries = given if isinstance(given, list | tuple) else (given,)
+        if any(isinstance(entry, bytes) for entry in entries):
+            raise ValueError("expected text, not bytes")
+        if not any(isinstance(entry, PurePath) for entry in entries):
+            return given
+        found = [str(entry) if isinstance(entry, PurePath) else entry for entry in entries]
+        return found if entries is given else found[0]
 
     @field_validator("*", mode="after")
     @classmethod

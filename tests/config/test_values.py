@@ -120,6 +120,10 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         {"total_steps": 2**31 - 1},
         "config.total_steps=2147483647: with 2 mini-batches and config.actor.ppo_epochs=1, more",
     ),
+    "bytes of a program": (
+        {"run_dir": b"runs"},
+        "config.run_dir=b'runs': expected text, not bytes",
+    ),
     "columns": ({"data.columns": {"prompt": 3}}, "config.data.columns.prompt=3: expected text"),
     "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
     "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),
@@ -223,6 +227,21 @@ def test_no_step_can_be_traced_where_there_is_none():
     with pytest.raises(ConfigError, match=r"config.profile.steps=\[\] works"):
         load_config("grpo", {"total_steps": 0, "profile.steps": [3]})
     load_config("grpo", {"total_steps": 0, "profile.steps": []})
+
+
+def test_a_path_of_a_program_is_its_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}')
+    given = {"run_dir": tmp_path / "run", "data.train_files": [tmp_path / "a.jsonl"]}
+    given |= {"warmup": None}
+    config = load_config("grpo", given)
+    assert config.run_dir == str(tmp_path / "run")
+    assert config.data.train_files == (str(tmp_path / "a.jsonl"),)
+
+
+def test_a_critic_that_learns_alone_leaves_steps_to_the_actor():
+    with pytest.raises(ConfigError, match=r"critic.warmup_steps=5.*total_steps=6 works"):
+        load_config("ppo", {"total_steps": 5, "critic.warmup_steps": 5})
+    load_config("ppo", {"total_steps": 6, "critic.warmup_steps": 5})
 
 
 def test_the_nearest_batch_is_that_of_a_search():

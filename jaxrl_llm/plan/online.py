@@ -310,6 +310,8 @@ def _learning(
     """The last step in which only the critic learns, and in how many steps each role learns.
 
     A critic warms up in the first phase that has one. Without a critic the actor learns.
+
+    Raises: ConfigError where the actor learns in no step.
     """
     ends = [*first_steps[1:], config.total_steps + 1]
     has_critic = [build_online(each).value_loss is not None for each in algorithms]
@@ -319,6 +321,12 @@ def _learning(
     warmup, of_critic = config.critic.warmup_steps, sum(end - first for first, end in phases)
     last = warmup + (phases[0][0] - 1 if phases else 0) if warmup else 0
     waits = sum(max(min(last + 1, end) - first, 0) for first, end in phases)
+    if 0 < config.total_steps == waits:
+        raise ConfigError(
+            f"config.critic.warmup_steps={warmup}: the critic learns alone in all "
+            f"{config.total_steps} steps, and the actor in none; --config.total_steps={last + 1} "
+            "works"
+        )
     return last, {"actor": config.total_steps - waits, "critic": of_critic}
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +198,14 @@ class StepContext:
         return [self.prompts[row // self.n] for row in rows.tolist()]
 
 
+class Answers(NamedTuple):
+    """Generated responses on the host, one a row, as numpy arrays [N, R]."""
+
+    responses: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray  # the sampler's
+
+
 class HostReward(ABC):
     """Rewards that Python computes, on the host; arrays are numpy.
 
@@ -208,12 +216,7 @@ class HostReward(ABC):
 
     @abstractmethod
     def score(
-        self,
-        context: StepContext,
-        step: int,
-        responses: np.ndarray,
-        mask: np.ndarray,
-        logprobs: np.ndarray,
+        self, context: StepContext, step: int, answers: Answers
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores of the rows given [N], the parts [N, K] and metrics."""
 
@@ -222,14 +225,7 @@ class HostReward(ABC):
         return np.zeros(mask.shape, np.float32)
 
     @abstractmethod
-    def greedy(
-        self,
-        context: StepContext,
-        step: int,
-        responses: np.ndarray,
-        mask: np.ndarray,
-        logprobs: np.ndarray,
-    ) -> np.ndarray:
+    def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
         """Scores [N] of greedy answers: those to the prompts whose first sample is given."""
 
 
@@ -241,27 +237,15 @@ class ArrayReward(HostReward):
     names: tuple[str, ...] = ("score",)
 
     def score(
-        self,
-        context: StepContext,
-        step: int,
-        responses: np.ndarray,
-        mask: np.ndarray,
-        logprobs: np.ndarray,
+        self, context: StepContext, step: int, answers: Answers
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores, which are also the one part."""
-        scores = self.fn(responses, mask).astype(np.float32)
+        scores = self.fn(answers.responses, answers.mask).astype(np.float32)
         return scores, scores[:, None], {}
 
-    def greedy(
-        self,
-        context: StepContext,
-        step: int,
-        responses: np.ndarray,
-        mask: np.ndarray,
-        logprobs: np.ndarray,
-    ) -> np.ndarray:
+    def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
         """Scores."""
-        return self.fn(responses, mask).astype(np.float32)
+        return self.fn(answers.responses, answers.mask).astype(np.float32)
 
 
 def planned_reward(config: Config) -> ArrayReward | None:
@@ -299,7 +283,8 @@ class FunctionScores(Stage):
     def __call__(
         self, state: Any, step: Any, *, responses: Any, mask: Any, rollout_logprobs: Any
     ) -> StageOutput:
-        scores, parts, metrics = self.reward.score(state, step, responses, mask, rollout_logprobs)
+        answers = Answers(responses, mask, rollout_logprobs)
+        scores, parts, metrics = self.reward.score(state, step, answers)
         written = [scores, parts]
         if STEP_REWARDS in self.writes:
             written.append(self.reward.step_rewards(state, mask))
@@ -344,8 +329,8 @@ class FunctionScoresOfGreedy(Stage):
         greedy_logprobs: Any,
     ) -> StageOutput:
         first = sample_ids % self.group == 0  # the answer stands on the first sample of a group
-        answers = (x[first] for x in (greedy_responses, greedy_mask, greedy_logprobs))
-        scores = self.reward.greedy(state, step, *answers)
+        answers = Answers(greedy_responses[first], greedy_mask[first], greedy_logprobs[first])
+        scores = self.reward.greedy(state, step, answers)
         # One number a prompt. The other samples of a group may lie on another host.
         pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))
         every = dict(sorted(pair for one in gather_objects(pairs, "greedy") for pair in one))

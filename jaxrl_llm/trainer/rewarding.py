@@ -13,7 +13,7 @@ from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.models import stops_of
-from jaxrl_llm.plan.scores import HostReward, StepContext
+from jaxrl_llm.plan.scores import Answers, HostReward, StepContext
 from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.rewards.statistics import merge
@@ -58,18 +58,13 @@ class RewardFunctions(HostReward):
         return self.manager.names
 
     def score(
-        self,
-        context: StepContext,
-        step: int,
-        responses: np.ndarray,
-        mask: np.ndarray,
-        logprobs: np.ndarray,
+        self, context: StepContext, step: int, answers: Answers
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows.
 
         Raises: ValueError when all rewards of all processes failed in MOST_FAILED calls in a row.
         """
-        context.completions = self._completions(responses, mask, logprobs)
+        context.completions = self._completions(answers)
         prompts = context.prompts_of(context.rows.owned)
         with host_work():
             reward = context.reward = self.manager.score(prompts, context.completions, step)
@@ -95,18 +90,11 @@ class RewardFunctions(HostReward):
             )
         return reward.scores, columns, statistics.metrics()
 
-    def greedy(
-        self,
-        context: StepContext,
-        step: int,
-        responses: np.ndarray,
-        mask: np.ndarray,
-        logprobs: np.ndarray,
-    ) -> np.ndarray:
+    def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
         """Scores of the greedy answers to the prompts whose first sample is owned, float32."""
         owned = context.rows.owned
         prompts = context.prompts_of(owned[owned % context.n == 0])
-        completions = self._completions(responses, mask, logprobs)
+        completions = self._completions(answers)
         with host_work():
             return self.manager.score(prompts, completions, step).scores
 
@@ -121,10 +109,8 @@ class RewardFunctions(HostReward):
                 np.add.at(found[row], places, weight * np.array(steps.scores, np.float32))
         return found
 
-    def _completions(
-        self, responses: np.ndarray, mask: np.ndarray, logprobs: np.ndarray
-    ) -> list[Completion]:
-        return completions_of(self.tokenizer, self.stops, responses, mask, logprobs)
+    def _completions(self, answers: Answers) -> list[Completion]:
+        return completions_of(self.tokenizer, self.stops, *answers)
 
 
 def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> RewardFunctions | None:

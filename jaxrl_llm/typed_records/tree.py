@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from jaxrl_llm.typed_records.messages import MOST_SHOWN
-from jaxrl_llm.typed_records.record import Kind, Record, fields_of
+from jaxrl_llm.typed_records.record import Custom, Kind, Record, fields_of
 
 __all__ = ["as_dict", "differences"]
 
@@ -50,11 +50,11 @@ def as_text(value: Any) -> str:
 
 def described(record: Kind) -> str:
     """The name of a record, with the settings that are not their defaults."""
-    fields = fields_of(record)
+    fields, of_label = fields_of(record), "path" if isinstance(record, Custom) else None
     given = [
         f"{name}={as_text(value)}"
         for name, value in entries(record)
-        if value != fields[name].get_default(call_default_factory=True) and value != record.label
+        if name != of_label and value != fields[name].get_default(call_default_factory=True)
     ]
     return f"{record.label}({', '.join(given)})" if given else record.label
 

@@ -238,12 +238,6 @@ def test_a_path_of_a_program_is_its_text(tmp_path):
     assert config.data.train_files == (str(tmp_path / "a.jsonl"),)
 
 
-def test_a_critic_that_learns_alone_leaves_steps_to_the_actor():
-    with pytest.raises(ConfigError, match=r"critic.warmup_steps=5.*total_steps=6 works"):
-        load_config("ppo", {"total_steps": 5, "critic.warmup_steps": 5})
-    load_config("ppo", {"total_steps": 6, "critic.warmup_steps": 5})
-
-
 def test_the_nearest_batch_is_that_of_a_search():
     for prompts, n, replicas in itertools.product((1, 5, 8, 12), (1, 2, 3), (1, 4, 6)):
         fitting = [p for p in range(1, 99) if p * n % replicas == 0]

@@ -1,6 +1,5 @@
 """`import jaxrl_llm as rl`: objects of a program in place of files, callbacks, cheap import."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import READS_TEXT as MODEL
 from tiny import SUMS as ROWS
+from tiny_program import program_config
 from tiny_run import read_jsonl
 
 import jaxrl_llm as rl
@@ -24,19 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def config(folder: Path, **changes: Any) -> rl.Config:
     """A run of seconds without data and without a reward, which a program gives."""
-    own = rl.Config(
-        run_dir=str(folder / "run"),
-        total_steps=4,
-        save_every=0,
-        data=rl.DataConfig(
-            tokenizer="char", train_batch_size=8, max_prompt_length=4, max_response_length=4
-        ),
-        actor=rl.ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8),
-        rollout=rl.RolloutConfig(n=2),
-        algorithm=rl.GRPO(),
-        log=rl.LogConfig(tensorboard=False, samples_every=0, trace=False),
-    )
-    return dataclasses.replace(own, **changes)
+    return program_config(folder / "run", **{"total_steps": 4, "save_every": 0} | changes)
 
 
 def from_a_notebook(text: str, **names: Any) -> Any:

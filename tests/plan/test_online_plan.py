@@ -8,7 +8,14 @@ import pytest
 from test_online_algorithms import config_of
 from tiny_iteration import MODEL, even_tokens, open_iteration, tiny_config
 
-from jaxrl_llm.config import GRPO, SFT, FilterGroupsConfig, OptimizerConfig, PhaseConfig
+from jaxrl_llm.config import (
+    GRPO,
+    SFT,
+    ConfigError,
+    FilterGroupsConfig,
+    OptimizerConfig,
+    PhaseConfig,
+)
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.dataflow import HOST
 from jaxrl_llm.plan.offline import plan_offline
@@ -54,6 +61,16 @@ def test_the_decay_of_the_actor_counts_the_steps_that_it_takes():
     for plan in (phases, planned(cold)):
         assert rate_at(plan, "critic", 14) == 0.0 < rate_at(plan, "critic", 13)
     assert rate_at(plan, "actor", 20) == 0.0 < rate_at(plan, "actor", 19)
+
+
+def test_a_critic_that_learns_alone_leaves_steps_to_the_actor():
+    """Without a critic the actor learns in all steps, whatever the key says."""
+    config = tiny_config(model_reward=False)
+    alone = replace(config, total_steps=5, critic=replace(config.critic, warmup_steps=5))
+    with pytest.raises(ConfigError, match=r"critic.warmup_steps=5.*total_steps=6 works"):
+        planned(alone)
+    planned(replace(alone, total_steps=6))
+    planned(replace(alone, algorithm=config_of("grpo").algorithm))
 
 
 @pytest.mark.parametrize("kl", [True, False])

@@ -8,6 +8,7 @@ import pytest
 from tiny import READS_TEXT as MODEL
 from tiny import SUMS as ROWS
 from tiny_models import random_tensors, write_directory
+from tiny_program import EXACT, program_config
 
 import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.huggingface import import_params
@@ -20,19 +21,7 @@ SHORT = rl.SupervisedConfig(steps=1, batch_size=8)
 
 
 def config(folder: Path) -> rl.Config:
-    return rl.Config(
-        run_dir=str(folder / "run"),
-        total_steps=2,
-        data=rl.DataConfig(
-            tokenizer="char", train_batch_size=8, max_prompt_length=4, max_response_length=4
-        ),
-        actor=rl.ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8),
-        rollout=rl.RolloutConfig(n=2),
-        algorithm=rl.GRPO(),
-        reward=rl.RewardConfig(functions=(rl.ExactAnswer(extract="whole"),)),
-        log=rl.LogConfig(tensorboard=False, samples_every=0, trace=False),
-        warmup=SHORT,
-    )
+    return program_config(folder / "run", reward=EXACT, warmup=SHORT)
 
 
 @pytest.fixture(autouse=True)

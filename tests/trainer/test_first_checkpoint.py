@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import READS_TEXT as MODEL
 from tiny import SUMS as ROWS
+from tiny_program import EXACT, program_config
 
 import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.soundness import UselessWeights
@@ -16,20 +16,8 @@ pytestmark = pytest.mark.ci
 
 
 def config(folder: Path) -> rl.Config:
-    return rl.Config(
-        run_dir=str(folder),
-        total_steps=2,
-        save_every=0,
-        compile_cache=str(folder.parent / "compiled"),
-        data=rl.DataConfig(
-            tokenizer="char", train_batch_size=8, max_prompt_length=4, max_response_length=4
-        ),
-        actor=rl.ActorConfig(hf_config=MODEL, ppo_mini_batch_size=8),
-        rollout=rl.RolloutConfig(n=2),
-        algorithm=rl.GRPO(),
-        reward=rl.RewardConfig(functions=(rl.ExactAnswer(extract="whole"),)),
-        log=rl.LogConfig(tensorboard=False, samples_every=0, trace=False),
-    )
+    cache = str(folder.parent / "compiled")
+    return program_config(folder, save_every=0, compile_cache=cache, reward=EXACT)
 
 
 def saved(folder: Path) -> list[str]:

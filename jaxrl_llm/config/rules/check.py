@@ -53,9 +53,7 @@ def data(c: Config) -> Faults:
 
 
 def steps(c: Config) -> Faults:
-    """Phases and the critic's first steps leave some to the algorithm and the actor. Traced steps
-    are steps of the run.
-    """
+    """Phases are online, and leave steps for the algorithm. Traced steps are steps of the run."""
     for i, phase in enumerate(c.phases):
         if is_offline(c) or phase.algorithm.offline:
             why = "phases are of online algorithms, and an offline one is here"
@@ -64,10 +62,6 @@ def steps(c: Config) -> Faults:
     if c.phases and total >= c.total_steps:
         why = f"they take {total} steps of <total_steps> and leave none for config.algorithm"
         yield f"<phases>: {why}; --config.total_steps={total + 1} works"
-    if 0 < c.total_steps <= c.critic.warmup_steps:
-        why = "the actor learns after them, and <total_steps> leaves none"
-        works = f"--config.total_steps={c.critic.warmup_steps + 1}"
-        yield f"<critic.warmup_steps>: {why}; {works} works"
     if any(step > c.total_steps for step in c.profile.steps):
         works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
         why = "<total_steps> is the last step, and none is traced after it"

@@ -14,6 +14,7 @@ from benchmarks.commands import COMMANDS
 from benchmarks.options import Options
 from benchmarks.records import Row
 from benchmarks.roofline import H200
+from benchmarks.run_config import step_name
 from benchmarks.workloads import generation_workloads, training_workloads
 from jaxrl_llm.models.families import to_hf_config
 from jaxrl_llm.models.flops import forward_flops, training_flops
@@ -55,6 +56,8 @@ def _work(options: Options, shape: str) -> dict[str, Any]:
             for one in generation_workloads(options, shape)
             if len(set(one.prompt_lengths)) == 1  # the peers take no others
         ]
+    elif options.command == "rl_step":
+        work["cases"] = [_step(options, shape, workload) for workload in options.workloads]
     else:
         work["cases"] = [
             {
@@ -67,6 +70,36 @@ def _work(options: Options, shape: str) -> dict[str, Any]:
             if one.kind != "values"  # the same pass with a smaller head
         ]
     return work
+
+
+def _step(options: Options, shape: str, workload: str) -> dict[str, Any]:
+    """A whole step for TRL. A micro-batch has as many tokens as ours, in rows of one sample."""
+    config = options.config(shape, workload)
+    data, lora = config.data, config.actor.lora
+    prompt, response = data.max_prompt_length, data.max_response_length
+    micro_batch = config.actor.micro_batch_size
+    if config.actor.micro_batch_tokens:
+        micro_batch = max(1, config.actor.micro_batch_tokens // (prompt + response))
+    targets = list(lora.targets)
+    adapters = {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": "all-linear" if targets == ["all-linear"] else targets,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+    }
+    return {
+        "case": step_name(workload, config),
+        "prompts": data.train_batch_size,
+        "samples": config.rollout.n,
+        "prompt": prompt,
+        "response": response,
+        "micro_batch": micro_batch or data.train_batch_size * config.rollout.n,
+        "lora": adapters if lora.enabled else None,
+        # Faster without. "projections" and "attention" keep what torch would compute again.
+        "remat": config.actor.remat == "full",
+    }
 
 
 def _row(options: Options, shape: str, answer: dict[str, Any]) -> Row:
@@ -93,6 +126,9 @@ def _figures(options: Options, shape: str, row: Row) -> dict[str, float]:
         if work.prefill:
             return {"prompt tokens/s": sum(work.prompt_lengths) / row.median}
         return {"tokens/s": sum(work.limits) / row.median}
+    if options.command == "rl_step":
+        prompts, samples = options.group_sizes(shape)
+        return {"tokens/s/device": prompts * samples * sum(options.sizes(shape)) / row.median}
     (work,) = [one for one in training_workloads(options, shape) if one.name == row.case]
     count = training_flops if work.kind == "update" else forward_flops
     flops = count(options.shapes[shape], work.lengths) / row.median

@@ -53,7 +53,7 @@ COMMANDS = {
         | {"rollout.temperature": "the check compares log-probs at temperature 1"},
     ),
     "training": Command(
-        workloads=("update", "logprob", "values", "mix", "lengths"),
+        workloads=("update", "logprob", "reference", "values", "mix", "lengths"),
         default=("update", "logprob"),
         batch="ROWSxTOKENS, e.g. 4x2048",
         flags=("lengths", "compiler_option"),
@@ -72,6 +72,7 @@ COMMANDS = {
     "rl_step": Command(
         workloads=("ppo", "grpo", "grpo_lora", "grpo_lora_apart"),
         default=("ppo",),
+        peers=("trl_step",),
         refused=_NO_WARMUP,
     ),
     "layout_switch": Command(
@@ -97,6 +98,7 @@ BATCHES: dict[str, dict[str, tuple[Batch, ...]]] = {
     "prefill": {"tiny": ((3, 0),), "": ((256, 0),)},
     "update": _TRAINING,
     "logprob": _TRAINING,
+    "reference": _TRAINING,
     "values": _TRAINING,
     # 16k tokens in all, and one longer row.
     "dense": {

@@ -210,6 +210,10 @@ def _check_flags(given: argparse.Namespace, overrides: Sequence[tuple[str, str]]
     if given.baseline and command.peers is None:
         peers = ", ".join(key for key, one in COMMANDS.items() if one.peers is not None)
         raise ConfigError(f"--baseline: {name} has no peer to run; these have: {peers}")
+    if given.baseline and name == "rl_step" and "ppo" in given.workloads:
+        raise ConfigError(
+            "--baseline: TRL has a GRPOTrainer alone; --workload=grpo or grpo_lora works"
+        )
     for flag in ("check", "store"):
         if getattr(given, flag) is not None and not given.baseline:
             raise ConfigError(f"--{flag} compares ratios with a peer; add --baseline")

@@ -12,6 +12,7 @@ from benchmarks.harness import Case, CheckFailed, memory_bytes, most_mult_prob_e
 from benchmarks.iteration import planned
 from benchmarks.options import Options
 from benchmarks.roofline import H200
+from benchmarks.run_config import step_name
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.multihost import fetch, make_global
@@ -31,9 +32,7 @@ class RlStep(Case):
 
     def __init__(self, shape: str, model: ModelConfig, workload: str, config: Config) -> None:
         self.shape, self.model, self.config = shape, model, config
-        data, n = config.data, config.rollout.n
-        sizes = f"{data.train_batch_size}x{n}_{data.max_prompt_length}+{data.max_response_length}"
-        self.name = f"{workload}_{sizes}"
+        self.name = step_name(workload, config)
         self.mesh = mesh_of(config.mesh, [model.num_kv_heads])
         self.iteration = planned(config, self.mesh)
         self.step, self.stages, self.tokens = 0, [], 0

@@ -69,3 +69,10 @@ def run_config(
         config = apply_override(config, key, text)
     check(config)
     return config
+
+
+def step_name(workload: str, config: Config) -> str:
+    """The case of a whole step: its workload and sizes, as in `grpo_128x8_512+512`."""
+    data = config.data
+    lengths = f"{data.max_prompt_length}+{data.max_response_length}"
+    return f"{workload}_{data.train_batch_size}x{config.rollout.n}_{lengths}"

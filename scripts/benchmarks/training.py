@@ -17,7 +17,7 @@ from benchmarks.roofline import H200
 from benchmarks.workloads import TrainingWorkload, training_workloads
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_online
-from jaxrl_llm.config import ActorConfig, Config, CriticConfig, Custom, check
+from jaxrl_llm.config import ActorConfig, Config, CriticConfig, Custom, apply_overrides, check
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.kernels.flash_attention import attention_reference
@@ -48,7 +48,12 @@ Fields = dict[str, jax.Array]
 
 
 # The trainer's stage for each kind of pass.
-STAGES = {"update": "update_actor", "logprob": "old_log_prob", "values": "values"}
+STAGES = {
+    "update": "update_actor",
+    "logprob": "old_log_prob",
+    "reference": "ref",  # frozen weights in the dtype of computation
+    "values": "values",
+}
 
 
 class Training(Case):
@@ -139,6 +144,7 @@ def _sized(config: Config, work: TrainingWorkload) -> Config:
     """`config` of an iteration whose one mini-batch is `work`.
 
     Log-probs have a pass of their own where there is more than one update: here in a second epoch.
+    The reference's have one where the loss has a KL term.
     """
     data = replace(
         config.data,
@@ -156,6 +162,8 @@ def _sized(config: Config, work: TrainingWorkload) -> Config:
         ),
         rollout=replace(config.rollout, n=work.samples),
     )
+    if work.kind == "reference":
+        config = apply_overrides(config, {"algorithm.use_kl_loss": True})
     check(config)
     return config
 

@@ -41,7 +41,7 @@ class GenerationWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWorkload:
-    """A batch of groups and the pass over it; `kind` is update, logprob or values."""
+    """A batch of groups and the pass over it; `kind` names its stage."""
 
     name: str
     kind: str

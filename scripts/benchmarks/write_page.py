@@ -26,8 +26,7 @@ Each case is checked against an independent reference, warmed up, and timed; the
 A *ratio* above 1 means that ours is better. *Compared* says how: in the same run, in a separate run on the same kind of GPU,
 or with a published figure, which often has other lengths and settings. Machines of one kind differ by up to 5 %.
 Our GRPO steps have one update and no reference model; verl's and NeMo-RL's published recipes have a reference model.
-Commands are stored as they were run; `config.algorithm.settings.X` of that time is `config.algorithm.X` today.
-The ledger of all measurements is [history/benchmarks-2026-11.md](history/benchmarks-2026-11.md).
+Commands are stored as they were run; `config.algorithm.settings.X` of that time is `config.algorithm.X` today. All measurements: [history/benchmarks-2026-11.md](history/benchmarks-2026-11.md).
 """  # noqa: E501
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
@@ -62,6 +61,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "logprob-1.5b",
             "logprob-7b",
             "logprob-7b-a1b",
+            "logprob-30b-a3b",
         ),
     ),
     (
@@ -70,6 +70,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "grpo-0.5b",
             "grpo-1.5b",
             "grpo-7b",
+            "grpo-7b-lora",
             "grpo-7b-lora-128x8",
             "grpo-32b-lora",
             "grpo-30b-a3b-lora",

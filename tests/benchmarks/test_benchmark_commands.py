@@ -17,6 +17,7 @@ from rich.console import Console
 
 from benchmarks import (
     attention,
+    baseline,
     command,
     decode,
     generation,
@@ -28,6 +29,8 @@ from benchmarks.baseline import run_peers
 from benchmarks.harness import run_cases
 from benchmarks.options import read_options
 from benchmarks.records import Row
+from benchmarks.rl_step import rl_step_cases
+from benchmarks.training import training_cases
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import to_hf_config
@@ -393,6 +396,47 @@ def test_peers_of_generation():
     assert (fixed.who, fixed.case, mix.case) == ("naive_jax", "fixed_2", "rl_mix")
     assert fixed.figures["tokens/s"] == pytest.approx(16 / fixed.seconds[0])
     assert "--peer_python=/missing" in vllm.error
+
+
+def test_the_reference_is_timed_with_frozen_weights():
+    (case,) = training_cases(read_options(["training", TINY, "--workload=reference"]))
+    assert case.stage.name == "ref" and case.role.name == "reference"
+    assert {str(x.dtype) for x in jax.tree.leaves(case.role.abstract())} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("words", "micro_batch", "lora"),
+    [
+        (["--workload=grpo"], 8, None),
+        (["--workload=grpo_lora", "--config.actor.micro_batch_tokens=40"], 2, 16),
+        (["--workload=grpo_lora_apart", "--config.actor.micro_batch_size=4"], 4, 16),
+    ],
+)
+def test_the_peer_of_a_step_has_its_sizes(words, micro_batch, lora, monkeypatch):
+    given = {}
+
+    def run(name, work, *, python):
+        given.update(work["cases"][0], name=name)
+        return [{"peer": "trl", "case": given["case"], "seconds": [2.0]}]
+
+    monkeypatch.setattr(baseline, "_run_peer", run)
+    options = read_options(["rl_step", TINY, "--groups=4x2", "--baseline", *words])
+    (row,) = run_peers(options)
+    (ours,) = rl_step_cases(options)
+    assert (given["name"], row.case) == ("trl_step", ours.name)
+    sizes = [given[name] for name in ("prompts", "samples", "prompt", "response", "micro_batch")]
+    assert sizes == [4, 2, 8, 8, micro_batch]
+    assert (given["lora"] and given["lora"]["r"]) == lora
+    assert row.figures == {"tokens/s/device": 4 * 2 * (8 + 8) / 2.0}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_peer_of_a_step():
+    words = ["rl_step", TINY, "--workload=grpo,grpo_lora", "--repeats=2", "--baseline"]
+    plain, adapters = run_peers(read_options(words))
+    assert (plain.who, plain.case, adapters.case) == ("trl", "grpo_4x2_8+8", "grpo_lora_4x2_8+8")
+    assert len(plain.seconds) == 2 and not adapters.error
 
 
 @pytest.mark.slow

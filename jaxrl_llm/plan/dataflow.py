@@ -68,17 +68,17 @@ class Pieces(Protocol):
         """How often `go_on` is called."""
         ...
 
-    def begin(self, state: Any, step: Any, **fields: Any) -> tuple[Any, Any, Any]:
+    def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
         """`kept`, `passed` and `moved` of the first program."""
         ...
 
     def go_on(
-        self, number: int, state: Any, step: Any, *carried: Any, **fields: Any
+        self, number: int, state: Any, step: jax.Array, *carried: Any, **fields: jax.Array
     ) -> tuple[Any, Any]:
         """The next `passed` and `moved`; `carried` are `kept` and these."""
         ...
 
-    def end(self, step: Any, passed: Any, **fields: Any) -> StageOutput:
+    def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
         """What the stage returns."""
         ...
 
@@ -276,7 +276,12 @@ class Segment:
         return self.iteration(*arguments)
 
     def begin(
-        self, pieces: Pieces, learning: States, fixed: States, fields: dict[str, Any], step: Any
+        self,
+        pieces: Pieces,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
     ) -> tuple[Any, Any, Any]:
         """The first program of a chain; `pieces` are those of the first stage."""
         stage = self.stages[0]
@@ -290,7 +295,7 @@ class Segment:
         learning: States,
         fixed: States,
         fields: dict[str, Any],
-        step: Any,
+        step: jax.Array,
         *carried: Any,
     ) -> tuple[Any, Any]:
         """A program in the middle of a chain; `carried` are what `Pieces` calls so."""
@@ -305,7 +310,7 @@ class Segment:
         learning: States,
         fixed: States,
         fields: dict[str, Any],
-        step: Any,
+        step: jax.Array,
         passed: Any,
     ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
         """The last program of a chain; returns what `iteration` returns."""

@@ -54,12 +54,12 @@ class Generation:
         role: Role,
         state: Any,
         step: jax.Array,
-        prompts: Any,
-        lengths: Any,
-        sample_ids: Any,
+        prompts: jax.Array,
+        lengths: jax.Array,
+        sample_ids: jax.Array,
         settings: GenerationSettings,
         *,
-        limits: Any = None,
+        limits: jax.Array | None = None,
         alone: Samples | None = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
@@ -117,7 +117,13 @@ class Generate(ModelStage):
         return {DECODE_STEPS: "rollout/decode_steps", PREFILLS: "rollout/prefills"}
 
     def __call__(
-        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+        self,
+        state: Any,
+        step: jax.Array,
+        *,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        sample_ids: jax.Array,
     ) -> StageOutput:
         out = self.how.run(
             self.model,
@@ -136,7 +142,7 @@ class Generate(ModelStage):
         count = self.how.tails(self.model)
         return GenerateInPieces(stage=self, count=count) if count else None
 
-    def limits(self, step: Any, lengths: jax.Array) -> jax.Array | None:
+    def limits(self, step: jax.Array, lengths: jax.Array) -> jax.Array | None:
         """The most tokens of each response; None: those of the settings."""
         parts = self.parts
         if parts is None:
@@ -144,7 +150,7 @@ class Generate(ModelStage):
         longest = self.how.settings.sampling.max_new_tokens
         return jnp.full(lengths.shape, parts.limit(parts.first_version(step), step, longest))
 
-    def found(self, out: GenerationOutput, step: Any, lengths: jax.Array) -> StageOutput:
+    def found(self, out: GenerationOutput, step: jax.Array, lengths: jax.Array) -> StageOutput:
         """What the stage returns of a generation."""
         settings, parts, metrics = self.how.settings, self.parts, loop_counts(out)
         routes = () if out.routes is None else (out.routes,)
@@ -165,25 +171,30 @@ class GenerateInPieces:
     stage: Generate
     count: int
 
-    def begin(self, state: Any, step: Any, **fields: Any) -> tuple[Any, Any, Any]:
+    def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
         """The loops of all slots."""
         how, given = self.stage.how, params_of(state)
         spec, params = sampling_model(self.stage.model.spec, given, how.dtype)
         return self._generation(step, **fields).begin(spec, params, given)
 
     def go_on(
-        self, number: int, state: Any, step: Any, *carried: Any, **fields: Any
+        self, number: int, state: Any, step: jax.Array, *carried: Any, **fields: jax.Array
     ) -> tuple[Any, Any]:
         """One tail."""
         return self._generation(step, **fields).tail(number, params_of(state), *carried)
 
-    def end(self, step: Any, passed: Any, **fields: Any) -> StageOutput:
+    def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
         """The responses."""
         out = self._generation(step, **fields).end(passed)
         return self.stage.found(out, step, fields["prompt_lengths"])
 
     def _generation(
-        self, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+        self,
+        step: jax.Array,
+        *,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        sample_ids: jax.Array,
     ) -> GenerationInPieces:
         return GenerationInPieces(
             prompts_NP=prompts,
@@ -218,7 +229,13 @@ class GenerateGreedily(ModelStage):
     writes = ("greedy_responses", "greedy_mask", "greedy_logprobs")
 
     def __call__(
-        self, state: Any, step: Any, *, prompts: Any, prompt_lengths: Any, sample_ids: Any
+        self,
+        state: Any,
+        step: jax.Array,
+        *,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        sample_ids: jax.Array,
     ) -> StageOutput:
         settings = self.how.settings
         rows, group = prompt_lengths.shape[0], settings.group
@@ -274,7 +291,7 @@ class ContinueResponses(ModelStage):
     def reads(self) -> tuple[str, ...]:
         return (*ASKED, *OLDER_READS, *(OLDER + name for name in self._fields))
 
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         sampling, parts = self.how.settings.sampling, self.parts
         version = parts.first_version(step)
         older = {name: fields[OLDER + name] for name in CONTINUED}

@@ -452,7 +452,7 @@ class ReferenceLogprobs(ModelStage):
     def reads(self) -> tuple[str, ...]:
         return self.groups
 
-    def __call__(self, state: Any, step: Any, **rows: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, **rows: jax.Array) -> StageOutput:
         known = reference_fields(_forward(self.model, state, rows, self.micro_batches))
         return StageOutput({name: known[name] for name in self.writes})
 
@@ -467,7 +467,7 @@ class PrecomputedLogprobs(Stage):
     name = "ref"
     role = "reference"
 
-    def __call__(self, state: Any, step: Any, *, index: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, *, index: jax.Array) -> StageOutput:
         return StageOutput({name: state[self.table][name][index] for name in self.writes})
 
 
@@ -486,7 +486,7 @@ class Baseline(ModelStage):
         given = (name for name in self._names if name in OFFLINE_FIELDS)
         return (*self._groups, *given)
 
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         assert self.algorithm.baseline is not None
         rows = {name: fields[name] for name in self._groups}
         known = fields | _forward(self.model, params_of(state), rows, self.micro_batches)

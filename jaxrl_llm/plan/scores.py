@@ -123,12 +123,12 @@ class ModelScores(ModelStage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompts: Any,
-        prompt_lengths: Any,
-        responses: Any,
-        mask: Any,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        responses: jax.Array,
+        mask: jax.Array,
     ) -> StageOutput:
         samples = sample_fields(prompts, prompt_lengths, responses, mask)
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
@@ -149,12 +149,12 @@ class ModelScoresOfGreedy(ModelStage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompts: Any,
-        prompt_lengths: Any,
-        greedy_responses: Any,
-        greedy_mask: Any,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        greedy_responses: jax.Array,
+        greedy_mask: jax.Array,
     ) -> StageOutput:
         samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_mask)
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
@@ -281,13 +281,19 @@ class FunctionScores(Stage):
         return found
 
     def __call__(
-        self, state: Any, step: Any, *, responses: Any, mask: Any, rollout_logprobs: Any
+        self,
+        context: StepContext,
+        step: int,
+        *,
+        responses: np.ndarray,
+        mask: np.ndarray,
+        rollout_logprobs: np.ndarray,
     ) -> StageOutput:
         answers = Answers(responses, mask, rollout_logprobs)
-        scores, parts, metrics = self.reward.score(state, step, answers)
+        scores, parts, metrics = self.reward.score(context, step, answers)
         written = [scores, parts]
         if STEP_REWARDS in self.writes:
-            written.append(self.reward.step_rewards(state, mask))
+            written.append(self.reward.step_rewards(context, mask))
         return StageOutput(dict(zip(self.writes, written, strict=True)), metrics)
 
 
@@ -299,7 +305,13 @@ class StepTokenRewards(Stage):
     writes = ("rewards",)
 
     def __call__(
-        self, state: Any, step: Any, *, scores: Any, mask: Any, step_rewards: Any
+        self,
+        state: Any,
+        step: jax.Array,
+        *,
+        scores: jax.Array,
+        mask: jax.Array,
+        step_rewards: jax.Array,
     ) -> StageOutput:
         rewards = spread_to_steps(score_to_rewards(scores, mask), step_rewards, mask)
         return StageOutput({"rewards": rewards})
@@ -319,18 +331,18 @@ class FunctionScoresOfGreedy(Stage):
 
     def __call__(
         self,
-        state: Any,
-        step: Any,
+        context: StepContext,
+        step: int,
         *,
-        sample_ids: Any,
-        group_ids: Any,
-        greedy_responses: Any,
-        greedy_mask: Any,
-        greedy_logprobs: Any,
+        sample_ids: np.ndarray,
+        group_ids: np.ndarray,
+        greedy_responses: np.ndarray,
+        greedy_mask: np.ndarray,
+        greedy_logprobs: np.ndarray,
     ) -> StageOutput:
         first = sample_ids % self.group == 0  # the answer stands on the first sample of a group
         answers = Answers(greedy_responses[first], greedy_mask[first], greedy_logprobs[first])
-        scores = self.reward.greedy(state, step, answers)
+        scores = self.reward.greedy(context, step, answers)
         # One number a prompt. The other samples of a group may lie on another host.
         pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))
         every = dict(sorted(pair for one in gather_objects(pairs, "greedy") for pair in one))
@@ -353,7 +365,7 @@ class ScoreSum(Stage):
     def reads(self) -> tuple[str, ...]:
         return tuple(self.weights)
 
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         total = weighted_sum(self.weights, fields)
         of_model = fields.get("model_scores")
         metrics = {} if of_model is None else score_metrics("model", of_model)
@@ -373,7 +385,7 @@ class GreedyScoreSum(Stage):
     def reads(self) -> tuple[str, ...]:
         return tuple(self.weights)
 
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         total = weighted_sum(self.weights, fields)
         return StageOutput({"greedy_scores": total}, {GREEDY_SCORE: total.mean()})
 

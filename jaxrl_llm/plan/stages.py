@@ -107,14 +107,14 @@ class OldLogprobs(ModelStage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompts: Any,
-        prompt_lengths: Any,
-        responses: Any,
-        mask: Any,
-        rollout_logprobs: Any,
-        **routes: Any,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        responses: jax.Array,
+        mask: jax.Array,
+        rollout_logprobs: jax.Array,
+        **routes: jax.Array,
     ) -> StageOutput:
         with_squares = "sum_pi_squared" in self.writes
         spec, params = pass_model(self.model, state)
@@ -160,12 +160,12 @@ class FrozenLogprobs(ModelStage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompts: Any,
-        prompt_lengths: Any,
-        responses: Any,
-        mask: Any,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        responses: jax.Array,
+        mask: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_logprobs(
@@ -196,12 +196,12 @@ class TeacherTop(ModelStage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompts: Any,
-        prompt_lengths: Any,
-        responses: Any,
-        mask: Any,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        responses: jax.Array,
+        mask: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_statistics(
@@ -231,12 +231,12 @@ class Values(ModelStage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompts: Any,
-        prompt_lengths: Any,
-        responses: Any,
-        mask: Any,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        responses: jax.Array,
+        mask: jax.Array,
     ) -> StageOutput:
         spec, params = pass_model(self.model, state)
 
@@ -258,7 +258,9 @@ class TokenRewards(Stage):
     name = "kl"
     writes = ("rewards",)
 
-    def __call__(self, state: Any, step: Any, *, scores: Any, mask: Any) -> StageOutput:
+    def __call__(
+        self, state: Any, step: jax.Array, *, scores: jax.Array, mask: jax.Array
+    ) -> StageOutput:
         return StageOutput({"rewards": score_to_rewards(scores, mask)})
 
 
@@ -274,7 +276,9 @@ class PenalisedRewards(Stage):
     writes = ("rewards",)
     updates = True
 
-    def __call__(self, state: Any, step: Any, *, mask: Any, **fields: Any) -> StageOutput:
+    def __call__(
+        self, state: Any, step: jax.Array, *, mask: jax.Array, **fields: jax.Array
+    ) -> StageOutput:
         known = fields | {"mask": mask}
         (kl_reward,) = self.functions
         rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=state)
@@ -297,14 +301,14 @@ class Advantages(Stage):
     def __call__(
         self,
         state: Any,
-        step: Any,
+        step: jax.Array,
         *,
-        prompt_lengths: Any,
-        group_ids: Any,
-        mask: Any,
-        scores: Any,
-        rewards: Any,
-        **fields: Any,
+        prompt_lengths: jax.Array,
+        group_ids: jax.Array,
+        mask: jax.Array,
+        scores: jax.Array,
+        rewards: jax.Array,
+        **fields: jax.Array,
     ) -> StageOutput:
         known = fields | {
             "prompt_lengths": prompt_lengths,
@@ -342,7 +346,7 @@ class Correction(Stage):
 
     name = "rollout_corr"
 
-    def __call__(self, state: Any, step: Any, **fields: Any) -> StageOutput:
+    def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         writes, metrics = {}, {}
         for name, fn in zip(self.writes, self.functions, strict=True):
             writes[name], found = fn(*(fields[field] for field in field_names(fn)))
@@ -377,7 +381,9 @@ class Update(ModelStage):
     def loop_metrics(self) -> Mapping[str, str]:
         return {MICRO_BATCHES: f"{self.role}/micro_batches"}
 
-    def __call__(self, state: TrainState | Adapted, step: Any, **fields: Any) -> StageOutput:
+    def __call__(
+        self, state: TrainState | Adapted, step: jax.Array, **fields: jax.Array
+    ) -> StageOutput:
         role, sizes = self.model, self.sizes
         base = None
         if isinstance(state, Adapted):

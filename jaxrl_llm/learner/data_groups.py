@@ -26,33 +26,30 @@ class DataGroups:
     settings: ForwardSettings  # of a group's forward pass
     shard: Shard = lambda tree: tree  # spreads rows over the devices of a group
 
-    def loss(self, loss: PolicyLoss | ValueLoss | RecordLoss) -> Callable[..., Any]:
+    def loss(
+        self, loss: PolicyLoss | ValueLoss | RecordLoss
+    ) -> PolicyLoss | ValueLoss | RecordLoss:
         """`loss` as a group computes it."""
         if isinstance(loss, ValueLoss):
             return replace(loss, settings=self.settings)
         router = replace(loss.router, over=self.axes)
         return replace(loss, settings=self.settings, router=router)
 
-    def run(
-        self, sums: Callable[..., tuple[Any, Any]], parts: Parts, *others: Any
-    ) -> tuple[Any, Any]:
-        """The totals of all groups, and what is collected of samples.
+    def mapped(
+        self, sums: Callable[[Parts, Any], tuple[Any, Any]], parts: Parts
+    ) -> Callable[[Parts, Any], tuple[Any, Any]]:
+        """`sums` of a group's rows, and of what all groups share, as a function of all rows.
 
-        `sums` gives both for the parts of a group. It gets `others` too, which all groups share.
+        `sums` returns totals, with a leading axis of size 1, and what is collected of samples. The
+        result has the totals of all groups along that axis.
         """
         split, collected = parts.specs(self.axes)
-
-        def of_group(parts: Parts, *others: Any) -> tuple[Any, Any]:
-            totals, found = sums(parts.of_group(self.shard), *others)
-            return jax.tree.map(lambda x: x[None], totals), found
-
         one_device = self.settings.layout is None
-        totals, found = jax.shard_map(
-            of_group,
+        return jax.shard_map(
+            sums,
             mesh=self.mesh,
-            in_specs=(split, *(PartitionSpec() for _ in others)),
+            in_specs=(split, PartitionSpec()),
             out_specs=(PartitionSpec(self.axes), collected),
             axis_names=set(self.mesh.axis_names if one_device else self.axes),
             check_vma=False,
-        )(parts, *others)
-        return jax.tree.map(lambda x: x.sum(axis=0), totals), found
+        )

@@ -35,10 +35,9 @@ from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import DROPOUT, Lora, join, merged_ahead
 
-Loss = PolicyLoss | ValueLoss | RecordLoss
 # (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
 # `Weight`: a loss reads parameters by `forward.prepare`, or a leaf by `[...]`.
-PartLoss = Callable[[Params, Any], tuple[Array, Any]]
+Loss = PolicyLoss | ValueLoss | RecordLoss
 Measure = Callable[[Any, Fields], Metrics]
 # What a step measures of itself; its loss has metrics of its own.
 BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
@@ -180,17 +179,10 @@ def accumulate(
     fixed = None if base is None else base.of_step(params)
     several = micro_batches.adds_up
     if groups is not None and several:
-
-        def of_group(parts: Parts, params: Params, fixed: Params | None, step: Any) -> Any:
-            computed = _computed(params, groups.settings.cast_ahead, several=True)
-            own = groups.loss(loss)
-            each = _Sums(own, parts, computed, fixed, step, base=base, measure=measure)
-            first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
-            with jax.named_scope(MICRO_BATCHES):
-                return jax.lax.fori_loop(0, parts.num, each.add, first)
-
-        found = groups.run(of_group, parts, params, fixed, step)
-        found[0][1]["micro_batches"] = jnp.asarray(parts.num, jnp.float32)  # not of all groups
+        sums = partial(_sums_of_group, loss=loss, groups=groups, base=base, measure=measure)
+        totals, collected = groups.mapped(sums, parts)(parts, (params, fixed, step))
+        grads, metrics = jax.tree.map(lambda x: x.sum(axis=0), totals)
+        metrics["micro_batches"] = jnp.asarray(parts.num, jnp.float32)  # not of all groups
     else:
         computed = _computed(params, cast_ahead, several=several)
         each = _Sums(loss, parts, computed, fixed, step, base=base, measure=measure)
@@ -200,7 +192,7 @@ def accumulate(
             first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
             with jax.named_scope(MICRO_BATCHES):
                 found = jax.lax.fori_loop(0, parts.num, each.add, first)
-    (grads, metrics), collected = found
+        (grads, metrics), collected = found
     samples = parts.samples(collected)
     metrics["row_use"] = micro_batches.row_use(batch)
     if LARGEST_PART in metrics:
@@ -210,11 +202,34 @@ def accumulate(
     return grads, metrics if measure is None else metrics | measure(samples, batch)
 
 
+def _sums_of_group(
+    parts: Parts,
+    shared: tuple[Params, Params | None, int | Array],
+    *,
+    loss: Loss,
+    groups: DataGroups,
+    base: Base | None,
+    measure: Measure | None,
+) -> tuple[Any, Any]:
+    """The totals of a group of devices along `data`, and what is collected of its samples.
+
+    `shared` are the parameters that learn, what they are joined to, and the step.
+    """
+    params, fixed, step = shared
+    computed = _computed(params, groups.settings.cast_ahead, several=True)
+    own = parts.of_group(groups.shard)
+    each = _Sums(groups.loss(loss), own, computed, fixed, step, base=base, measure=measure)
+    first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
+    with jax.named_scope(MICRO_BATCHES):
+        totals, collected = jax.lax.fori_loop(0, own.num, each.add, first)
+    return jax.tree.map(lambda x: x[None], totals), collected
+
+
 @dataclass(frozen=True)
 class _Sums:
     """The gradients and metrics of the parts of a mini-batch, added up one by one."""
 
-    loss: PartLoss
+    loss: Loss
     parts: Parts
     computed: Params
     fixed: Params | None  # what an optimizer step joins them to
@@ -224,17 +239,24 @@ class _Sums:
 
     def add(self, index: int | Array, total: Any) -> Any:
         """One micro-batch, added to the total of those before; None where it is the first."""
-        loss = self.loss
-        if self.base is not None:
-            loss = _on_base(loss, self.base.with_dropout(self.fixed, self.step, index))
-        gradient = jax.value_and_grad(loss, has_aux=True)
-        (value, found), grads = gradient(self.computed, self.parts.at(index))
+        part = self.parts.at(index)
+        if self.base is None:
+            gradient = jax.value_and_grad(self.loss, has_aux=True)
+            (value, found), grads = gradient(self.computed, part)
+        else:
+            fixed = self.base.with_dropout(self.fixed, self.step, index)
+            gradient = jax.value_and_grad(self.joined_loss, has_aux=True)
+            (value, found), grads = gradient(self.computed, fixed, part)
         metrics, samples = (found, ()) if self.measure is None else found
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
         sums = (_in_float32(grads), metrics)
         if total is None:
             return sums, samples
         return jax.tree.map(jnp.add, total[0], sums), self.parts.put(total[1], samples, index)
+
+    def joined_loss(self, own: Params, fixed: Params, part: Fields) -> tuple[Array, Any]:
+        """The loss of the parameters that learn, joined to those of the base."""
+        return self.loss(join(fixed, own), part)
 
     def first(self, shapes: Any) -> Any:
         """The total of no micro-batch; `shapes` are those of one."""
@@ -250,11 +272,6 @@ def _computed(params: Params, ahead: CastAhead | None, *, several: bool) -> Para
     if ahead.float32_gradients and several:
         computed = jax.tree.map(_with_stored, params, computed)
     return computed
-
-
-def _on_base(loss: PartLoss, base: Params) -> PartLoss:
-    """`loss` of the parameters that learn, joined to those of the base."""
-    return lambda own, part: loss(join(base, own), part)
 
 
 def _with_stored(stored: Array, computed: Array) -> Any:

@@ -1,7 +1,8 @@
 """Sharding rules: which mesh axes split each logical axis.
 
 A parameter names its dims by logical axes, for example ("embed", "q_heads", "head_dim"). One rules
-object says where each of them lies. Training and generation differ only in their rules.
+object says where each of them lies. The rules of training are here, those of generation and of
+other sizes of `tensor` in layout.py.
 """
 
 import dataclasses
@@ -96,10 +97,6 @@ TRAIN_RULES = ShardingRules(
     expert="expert",
     expert_embed=("pipeline", "fsdp", "sequence"),
     # Norms and biases are small. To split them would save nothing and cost a collective each.
-)
-# Only `embed` is dropped, a dim that nothing else splits: the switch is a plain all-gather.
-GENERATION_RULES = TRAIN_RULES.replace(
-    embed=None, expert=None, expert_embed=None, tokens=None, residual=None, layers=None
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config.schema import AXES
+from jaxrl_llm.distributed.layout import generation_layout
 from jaxrl_llm.distributed.mesh import (
     axis_parts,
     axis_size,
@@ -21,7 +22,6 @@ from jaxrl_llm.distributed.mesh import (
 )
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
 from jaxrl_llm.distributed.sharding import (
-    GENERATION_RULES,
     TRAIN_RULES,
     LogicalAxis,
     batch_sharding,
@@ -52,7 +52,8 @@ def test_rules_give_the_partition_spec():
     assert partition_spec(("embed", "q_heads", "head_dim"), TRAIN_RULES) == PartitionSpec(
         ("pipeline", "fsdp", "expert", "sequence"), "tensor", None
     )
-    assert partition_spec(("vocab", "embed"), GENERATION_RULES) == PartitionSpec("tensor", None)
+    generation = generation_layout(make_mesh(fsdp=2, tensor=2), num_kv_heads=4).rules
+    assert partition_spec(("vocab", "embed"), generation) == PartitionSpec("tensor", None)
     assert partition_spec(("expert", "expert_embed", "mlp"), TRAIN_RULES) == PartitionSpec(
         "expert", ("pipeline", "fsdp", "sequence"), "tensor"
     )
@@ -143,7 +144,7 @@ def test_shardings_on_a_mesh_and_their_refusals():
 def test_layout_switch_is_an_all_gather_over_fsdp_and_its_bytes_are_counted():
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     source = shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES)
-    target = shardings(AXES_TREE, shapes(), mesh, GENERATION_RULES)
+    target = shardings(AXES_TREE, shapes(), mesh, generation_layout(mesh, num_kv_heads=4).rules)
     params = jax.tree.map(
         lambda s, where: jax.device_put(jnp.arange(np.prod(s.shape)).reshape(s.shape), where),
         shapes(),

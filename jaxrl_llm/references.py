@@ -213,11 +213,14 @@ def shown(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """ "; did you mean …?" when one of `choices` is close to `word`, else nothing."""
+def nearest(word: str, choices: Iterable[str], *, prefix: str = "") -> str:
+    """ "; did you mean …?" when one of `choices` is close to `word`, else nothing.
+
+    `prefix` stands before the choice, as the record of a key does.
+    """
     lowered = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), lowered, n=1)
-    return f"; did you mean {lowered[found[0]]!r}?" if found else ""
+    return f"; did you mean {prefix + lowered[found[0]]!r}?" if found else ""
 
 
 def nearest_file(path: Path) -> str:

@@ -5,7 +5,6 @@ one (Llama, Mistral). A conversation is rendered by the chat template, which wri
 transformers is imported only when a Hugging Face tokenizer is opened.
 """
 
-import difflib
 import hashlib
 import json
 import logging
@@ -425,11 +424,11 @@ def _refuse_missing_directory(folder: Path) -> None:
     """Refuse a mistyped directory at once: asking a hub takes many seconds of retries."""
     is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(folder)) and str(folder)[0] != "."
     siblings = [entry.name for entry in folder.parent.glob("*") if entry.is_dir()]
-    near = difflib.get_close_matches(folder.name, siblings, n=1)
-    named_here = folder.parent.is_dir() if len(folder.parts) > 1 else bool(near)
+    above = f"{folder.parent}/" if len(folder.parts) > 1 else ""
+    hint = nearest(folder.name, siblings, prefix=above)
+    named_here = folder.parent.is_dir() if above else bool(hint)
     if is_hub_name and not named_here:
         return
-    hint = f"; did you mean {str(folder.parent / near[0])!r}?" if near else ""
     raise ValueError(
         f"the tokenizer directory {str(folder)!r} does not exist{hint} (give an existing directory "
         "or 'char'; for a model of that name on a hub, start from another directory)"

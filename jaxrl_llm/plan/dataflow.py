@@ -6,7 +6,6 @@ coefficient of 0 the reference model. A field without a writer, a field with two
 are refused before any device is touched.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.learner.train_state import Adapted, own_of
+from jaxrl_llm.references import nearest
 from jaxrl_llm.types import (
     INPUT_FIELDS,
     OFFLINE_FIELDS,
@@ -407,8 +407,7 @@ def _writers(stages: Sequence[Stage], fields: BatchFields) -> dict[str, Stage]:
     for stage in stages:
         for name in stage.reads:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
+                hint = nearest(name, known) or "."
                 raise ValueError(
                     f"stage {stage.name!r} reads the field {name!r}, which {fields.batch} does not "
                     f"have and no stage writes{hint} A stage of yours may write it: see "

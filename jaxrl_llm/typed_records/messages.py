@@ -54,10 +54,9 @@ def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
     place, kind, context = first["loc"], first["type"], first.get("ctx", {})
     here = ".".join([key, *map(str, place)])
     if kind == UNKNOWN:
-        hint = context["hint"].replace("did you mean '", f"did you mean '{here}.")
-        return ConfigError(
-            f"unknown key {here}.{context['name']}{hint}\nkeys of {here}: {context['known']}"
-        )
+        name, known = context["name"], context["known"]
+        hint = nearest(name, known, prefix=f"{here}.")
+        return ConfigError(f"unknown key {here}.{name}{hint}\nkeys of {here}: {', '.join(known)}")
     if kind == LACKS:
         form = f"{{kind: {context['kind']}, {context['name']}: …}}"
         return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")

@@ -80,7 +80,7 @@ def _unknown(node: Record, parts: list[str], text: str, key: str, root: Record) 
     """The error for an unknown part of `key`, with the nearest key here, else anywhere."""
     part, rest = parts[0], parts[1:]
     known = fields_of(node)
-    hint = nearest(part, known).replace("did you mean '", f"did you mean '{key}.")
+    hint = nearest(part, known, prefix=f"{key}.")
     if isinstance(node, Custom):
         hint = hint or f"; a setting of your function is {key}.settings.{part}"
     elif isinstance(node, Kind) and part in ("kind", "path", "name"):

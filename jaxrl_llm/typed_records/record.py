@@ -57,8 +57,9 @@ class Record:
         known = fields_of(cls)
         for name in map(str, values) if isinstance(values, dict) else ():
             if name not in known:
-                context = {"name": name, "hint": nearest(name, known), "known": ", ".join(known)}
-                raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {known}", context)
+                hint, keys = nearest(name, known), ", ".join(known)
+                context = {"name": name, "known": list(known), "hint": hint, "keys": keys}
+                raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {keys}", context)
         return given
 
     @field_validator("*", mode="before")

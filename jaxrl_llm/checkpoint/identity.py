@@ -19,7 +19,7 @@ from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.hf import FEW
 from jaxrl_llm.models.lora import Lora
-from jaxrl_llm.references import file_of
+from jaxrl_llm.references import file_of, imported_files
 from jaxrl_llm.typed_records.python_objects import Given
 from jaxrl_llm.typed_records.tree import every
 
@@ -101,16 +101,19 @@ def config_record(config: ModelConfig) -> Record:
 def code_record(config: Config) -> dict[str, str]:
     """The digest of the file of each function that the config names by path.
 
-    What such a file imports is not in it. Objects of a program have digests in the config.
+    The modules that it imports from its folder have their own. Objects of a program have digests in
+    the config.
     """
-    named = {
-        f"config.{key}={given.path}": file_of(given.path)
-        for key, given in every(config, Custom)
-        if not isinstance(given, Given)
-    }
+    files: dict[str, Path | None] = {}
+    for key, given in every(config, Custom):
+        if not isinstance(given, Given):
+            name = f"config.{key}={given.path}"
+            files[name] = file_of(given.path)
+            imported = imported_files(given.path)
+            files |= {f"module {module} of {name}": file for module, file in imported.items()}
     return {
         name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        for name, file in named.items()
+        for name, file in files.items()
         if file is not None
     }
 

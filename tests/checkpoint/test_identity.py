@@ -22,7 +22,7 @@ from jaxrl_llm.config import ConfigError, apply_overrides, load_config
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import config_from_hf, to_hf_config
 from jaxrl_llm.models.rope import LinearRope
-from jaxrl_llm.references import file_of
+from jaxrl_llm.references import file_of, imported_files
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
 
 CONFIG = tiny_config()
@@ -108,6 +108,63 @@ def test_a_changed_file_of_a_function_is_named(tmp_path, checkpoint):
     assert f"the file of config.reward.functions.0={file}:grade has changed since" in line
     # A checkpoint of an older version does not say what it was.
     assert check_resume(checkpoint, record() | {CODE: code_record(config)}) == ""
+
+
+def test_a_changed_module_of_a_function_is_named(tmp_path, monkeypatch):
+    """A reward is also what it imports from its folder, inside functions and of packages too."""
+    monkeypatch.syspath_prepend(tmp_path / "installed" / "site-packages")
+    texts = {
+        "grade_of_mine.py": "import json, numpy, jaxrl_llm, helper_of_mine, hidden_of_mine\n"
+        "def grade(completions):\n    from parts_of_mine.inner import score\n",
+        "helper_of_mine.py": "import deep_of_mine as deep, grade_of_mine\n",
+        "deep_of_mine.py": "VALUE = 1\n",
+        "parts_of_mine/__init__.py": "",
+        "parts_of_mine/inner.py": "from . import beside\nfrom .other import *\n",
+        "parts_of_mine/beside.py": "not python(\n",
+        "parts_of_mine/other.py": "",
+        "json.py": "",  # hidden by the standard library
+        "hidden_of_mine.py": "",
+        "installed/site-packages/hidden_of_mine.py": "",
+        "unused_of_mine.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    path = f"{tmp_path / 'grade_of_mine.py'}:grade"
+    config = apply_overrides(load_config("grpo"), {"reward.functions": [path]})
+    first = code_record(config)
+    key = f"config.reward.functions.0={path}"
+    inner = [f"parts_of_mine{x}" for x in ("", ".beside", ".inner", ".other")]
+    modules = ["deep_of_mine", "helper_of_mine", *inner]
+    assert list(first) == [key, *(f"module {module} of {key}" for module in modules)]
+    manager = CheckpointManager(
+        tmp_path / "run", keep_latest=2, keep_best=0, best_metric="", asynchronous=False
+    )
+    manager.save(1, {}, {IDENTITY: record() | {CODE: first}}, {})
+    manager.save(2, {}, {IDENTITY: record() | {CODE: {key: first[key]}}}, {})
+    manager.close()
+    (tmp_path / "deep_of_mine.py").write_text("VALUE = 2\n")
+    (tmp_path / "unused_of_mine.py").write_text("VALUE = 2\n")
+    now = record() | {CODE: code_record(config)}
+    line = check_resume(manager.path(1), now)
+    assert f"the file of module deep_of_mine of {key} has changed since" in line
+    assert line.count("module ") == 1
+    assert check_resume(manager.path(2), now) == ""  # of a version without modules
+
+
+def test_the_modules_of_a_package_are_those_of_its_folder(tmp_path, monkeypatch):
+    for name, text in {
+        "package_a/__init__.py": "",
+        "package_a/inner/grade.py": "from ..more import x\nimport module_b\n",
+        "package_a/more.py": "",
+        "module_b.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = imported_files("package_a.inner.grade:f")
+    assert list(found) == ["module_b", "package_a", "package_a.more"]
+    assert imported_files("no_package_of_mine:f") == imported_files("numpy.linalg:norm") == {}
 
 
 def test_changed_rows_are_named(tmp_path, checkpoint):

@@ -5,9 +5,13 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from jaxrl_llm.references import INSTALLED
 
 MOST_DIGESTED = 100_000  # rows; of more, so many at equal distances
 
@@ -34,8 +38,9 @@ def _typed(value: Any) -> str:
 def function_digest(function: Any) -> str:
     """8 hex digits of what a function does: its code, constants, defaults and what it closes over.
 
-    Functions of the same module that it calls and global constants belong to it. Comments, its file
-    and its lines do not. Another version of Python gives another digest.
+    Functions that it calls and global constants belong to it, of the same module and of modules in
+    its folder. Comments, its file and its lines do not. Another version of Python gives another
+    digest.
     """
     found = hashlib.blake2b(digest_size=4)
     for part in _parts(function, set()):
@@ -109,9 +114,29 @@ def _named(function: FunctionType) -> list[Any]:
         names.update(code.co_names)
         codes += [entry for entry in code.co_consts if isinstance(entry, CodeType)]
     found = [function.__globals__.get(name) for name in sorted(names)]
+    modules = [value for value in found if isinstance(value, ModuleType) and _near(value, function)]
+    found += [vars(module).get(name) for module in modules for name in sorted(names)]
     constants = (int, float, complex, str, bytes, tuple, re.Pattern)
     return [value for value in found if isinstance(value, constants) or _same(value, function)]
 
 
 def _same(value: Any, function: FunctionType) -> bool:
-    return isinstance(value, FunctionType) and value.__module__ == function.__module__
+    """Whether a value is a function of the same module, or of one in its folder."""
+    if not isinstance(value, FunctionType):
+        return False
+    return value.__module__ == function.__module__ or _near(
+        sys.modules.get(value.__module__), function
+    )
+
+
+def _near(module: ModuleType | None, function: FunctionType) -> bool:
+    """Whether a module is a file of the user in the folder of the function's file or below it.
+
+    A function of a notebook is in the working folder.
+    """
+    file, own = getattr(module, "__file__", None), function.__globals__.get("__file__")
+    name = getattr(module, "__name__", "")
+    if not file or name.partition(".")[0] in (__package__, *sys.stdlib_module_names):
+        return False
+    folder, place = Path(own).parent if own else Path(), Path(file).resolve()
+    return place.is_relative_to(folder.resolve()) and not INSTALLED & {*place.parts}

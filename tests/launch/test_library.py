@@ -1,5 +1,6 @@
 """`import jaxrl_llm as rl`: objects of a program in place of files, callbacks, cheap import."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -206,6 +207,37 @@ def test_a_digest_is_of_what_a_function_does():
     objects = [from_a_notebook(code.format(i) + "grade = G()") for i in (1, 1, 2)]
     one, same, other = map(function_digest, objects)
     assert one == same != other
+
+
+def test_a_digest_is_also_of_what_a_function_calls_in_its_folder(tmp_path, monkeypatch):
+    """Helpers of the user change the rewards; installed packages are named by their versions."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "grade_of_mine.py").write_text(
+        "import math\nimport helper_of_mine as helper, installed_of_mine\n"
+        "from helper_of_mine import share\n"
+        "def grade(completions):\n    installed_of_mine.f()\n"
+        "    return [share(x) * helper.WEIGHT for x in completions]\n"
+    )
+
+    def digest(share: str = "len(text)", weight: int = 1, installed: int = 1) -> str:
+        files = {
+            "helper_of_mine": f"WEIGHT = {weight}\ndef share(text): return {share}\n",
+            "site-packages/installed_of_mine": f"def f(): return {installed}\n",
+        }
+        for name, text in files.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        for name in ("grade_of_mine", *(Path(file).name for file in files)):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "dont_write_bytecode", True)
+            return function_digest(importlib.import_module("grade_of_mine").grade)
+
+    first = digest()
+    assert digest() == digest(installed=2) == first
+    assert len({first, digest(share="len(text) / 2"), digest(weight=2)}) == 3
 
 
 def test_rows_of_another_kind():

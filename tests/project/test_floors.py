@@ -11,8 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms of each floor. A room is a package, or the files named together.
 FLOORS: list[list[tuple[str, ...]]] = [
     [
-        *(("types",), ("numerics",), ("object_digests",)),
-        ("references", "data_files", "whole_files", "chat_template", "token_bytes"),
+        *(("types",), ("numerics",)),
+        (
+            *("references", "data_files", "whole_files", "chat_template", "token_bytes"),
+            "object_digests",
+        ),
     ],
     [("typed_records",)],
     [("config",)],

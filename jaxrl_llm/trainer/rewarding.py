@@ -22,7 +22,7 @@ from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
 
-MOST_FAILED = 3  # calls in a row in which no sample got a reward
+MOST_FAILED = 3  # calls in a row in which no sample got a reward; in a shorter run its steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class RewardFunctions(HostReward):
     tokenizer: Tokenizer
     stops: Stops
     process_rewards: bool = False  # rewards of steps go to the tokens that end them
+    most_failed: int = MOST_FAILED
     _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
 
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
@@ -62,7 +63,7 @@ class RewardFunctions(HostReward):
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows.
 
-        Raises: ValueError when all rewards of all processes failed in MOST_FAILED calls in a row.
+        Raises: ValueError when all rewards of all processes failed in `most_failed` calls in a row.
         """
         context.completions = self._completions(answers)
         prompts = context.prompts_of(context.rows.owned)
@@ -82,9 +83,11 @@ class RewardFunctions(HostReward):
             self._failed.clear()
         else:
             self._failed.append(step)
-        if len(self._failed) == MOST_FAILED:
+        if len(self._failed) == self.most_failed:
+            begin = self._failed[0]
+            steps = f"step {step}" if begin == step else f"steps {begin} to {step}"
             raise ValueError(
-                f"every reward of steps {self._failed[0]} to {step} failed, so nothing is learned. "
+                f"every reward of {steps} failed, so nothing is learned. "
                 f"The first of the last step: {next(text for _, _, text in everyone if text)}. "
                 "Fix the reward function; the same command then goes on from the last checkpoint"
             )
@@ -132,4 +135,5 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
         tokenizer=tokenizer,
         stops=stops_of(config, tokenizer),
         process_rewards=rewards.process_rewards,
+        most_failed=min(MOST_FAILED, config.total_steps),
     )

@@ -47,6 +47,15 @@ def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     assert run.saved_steps()[-1] == 8
 
 
+def test_a_short_run_ends_as_a_longer_one_does(tmp_path: Path) -> None:
+    """It has no three steps: all that it has failed."""
+    output = run_with(tmp_path / "one", [1]).finish_here("--config.total_steps=1", code=2)
+    assert "error: every reward of step 1 failed, so nothing is learned" in output
+    output = run_with(tmp_path / "two", [1, 2]).finish_here("--config.total_steps=2", code=2)
+    assert "error: every reward of steps 1 to 2 failed, so nothing is learned" in output
+    run_with(tmp_path / "half", [1]).finish_here("--config.total_steps=2")
+
+
 def test_a_column_that_the_config_renames_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def asks(completions, answer):\n    return answer\n")
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}))

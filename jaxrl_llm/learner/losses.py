@@ -4,7 +4,7 @@ Counts (`tokens`, `sequences`) are those of the whole global mini-batch. They tr
 arrays with one entry a row, because every micro-batch must see the same counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,13 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.algorithm import Algorithm
-from jaxrl_llm.algorithms.fields import COMPUTED_FROM, UPDATE_FIELDS, field_names, pair_of
+from jaxrl_llm.algorithms.fields import (
+    COMPUTED_FROM,
+    UPDATE_FIELDS,
+    field_names,
+    has_gradient,
+    pair_of,
+)
 from jaxrl_llm.algorithms.kl import masked_kl
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
@@ -26,6 +32,8 @@ from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.rows import ROUTES, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
+
+OF_POLICY = ("logprobs", "entropy", "top_logprobs")  # what a policy loss may learn from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +105,8 @@ class PolicyLoss:
             )
         found_loss = algorithm.policy_loss(*(current[name] for name in reads))
         per_token, parts = pair_of("policy_loss", found_loss, mask, metrics=True)
+        if algorithm.entropy_coef == 0.0 and algorithm.kl_loss is None:
+            _check_gradient("policy_loss", algorithm.policy_loss, current, OF_POLICY)
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total}
         if uses_entropy:
@@ -151,10 +161,21 @@ class ValueLoss:
         current = part | {"new_values": new_values, "mask": mask}
         found = value_loss(*(current[name] for name in field_names(value_loss)))
         per_token, parts = pair_of("value_loss", found, mask, metrics=True)
+        _check_gradient("value_loss", value_loss, current, ("new_values",))
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])
         work = attention_work(rows, self.spec, self.settings)
         return total, _joined({"critic/vf_loss": total} | work, means)
+
+
+def _check_gradient(role: str, fn: Callable[..., Any], fields: Fields, of: Sequence[str]) -> None:
+    """ValueError for a loss that depends on nothing that the update computes: it trains nothing."""
+    if not has_gradient(fn, fields, of):
+        raise ValueError(
+            f"{role} has no gradient, so nothing would be learned: it must depend on "
+            f"{' or '.join(of)}, which the update computes, outside stop_gradient; it reads "
+            f"{', '.join(field_names(fn)) or 'nothing'}"
+        )
 
 
 def with_counts(fields: Fields, first: bool | Array) -> Fields:

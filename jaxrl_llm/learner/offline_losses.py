@@ -11,8 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.fields import field_names
-from jaxrl_llm.algorithms.offline import REFERENCE, OfflineAlgorithm, groups_of
+from jaxrl_llm.algorithms.fields import field_names, has_gradient
+from jaxrl_llm.algorithms.offline import (
+    LOGPROBS,
+    REFERENCE,
+    SCORES,
+    OfflineAlgorithm,
+    groups_of,
+)
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     attention_work,
@@ -101,6 +107,13 @@ class RecordLoss:
             settings=self.settings,
         )
         current, weights = part | found, self._weights(part)
+        of = [name for name in found if name.endswith((LOGPROBS, SCORES))]
+        own = [fn for fn in (algorithm.loss, algorithm.token_loss) if fn is not None]
+        if not any(has_gradient(fn, current, of) for fn in own):
+            raise ValueError(
+                "the loss has no gradient, so nothing would be learned: it must depend on "
+                f"{' or '.join(of)}, which the update computes, outside stop_gradient"
+            )
         sums: Metrics = {}
         if algorithm.loss is not None:
             values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))

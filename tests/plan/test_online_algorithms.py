@@ -284,8 +284,9 @@ def test_a_loss_whose_field_nobody_writes_is_refused_with_the_fields_there_are(t
 
 CLASHES = """
 from dataclasses import replace
+import jax, jax.numpy as jnp
 from jaxrl_llm.algorithms.build import build_online
-from jaxrl_llm.config import GRPO
+from jaxrl_llm.config import GRPO, PPO
 
 
 def renames():
@@ -311,6 +312,42 @@ def unnamed():
 
 def required(scale):
     return build_online(GRPO())
+
+
+def fixed(*, kl=False):
+    def loss(advantages, old_logprobs, mask):
+        return -old_logprobs * advantages, {}
+
+    return replace(build_online(GRPO(use_kl_loss=kl)), policy_loss=loss)
+
+
+def detached():
+    def loss(logprobs, advantages, mask):
+        return -jax.lax.stop_gradient(logprobs) * advantages, {}
+
+    return replace(build_online(GRPO(use_kl_loss=False)), policy_loss=loss)
+
+
+def stepwise():
+    def loss(logprobs, advantages, mask):
+        right = jnp.where(logprobs > -1, 1.0, jnp.sign(logprobs))
+        return jax.jit(lambda x, a: x * a)(right, advantages), {}
+
+    return replace(build_online(GRPO(use_kl_loss=False)), policy_loss=loss)
+
+
+def weighted(*, weight=0.0):
+    def loss(logprobs, advantages, mask):
+        return -weight * advantages * logprobs, {}
+
+    return replace(build_online(GRPO(use_kl_loss=False)), policy_loss=loss)
+
+
+def idle_critic():
+    def loss(values, returns, mask):
+        return (values - returns) ** 2, {}
+
+    return replace(build_online(PPO()), value_loss=loss)
 """
 
 
@@ -321,6 +358,11 @@ def required(scale):
         ("unbound", "the setting 'scale' has no value: give it a default, or bind it with"),
         ("unnamed", r"takes \*\*fields; name the batch fields that it reads"),
         ("required", "'scale', which is no setting: make it keyword-only"),
+        ("fixed", "policy_loss has no gradient, .*logprobs .*it reads advantages, old_logprobs"),
+        ("detached", "policy_loss has no gradient, so nothing would be learned"),
+        ("stepwise", "policy_loss has no gradient, so nothing would be learned"),
+        ("weighted", "policy_loss has no gradient, so nothing would be learned"),
+        ("idle_critic", "value_loss has no gradient, .*new_values, which the update computes"),
     ],
 )
 def test_functions_that_would_fail_in_a_step_are_refused_before_it(tmp_path, name, message):
@@ -329,6 +371,14 @@ def test_functions_that_would_fail_in_a_step_are_refused_before_it(tmp_path, nam
     with pytest.raises(ValueError, match=message):
         iteration = open_iteration(replace(config_of("grpo"), algorithm=algorithm))
         run_step(iteration, first_states(iteration), 1)
+
+
+def test_a_loss_of_the_kl_alone_learns(tmp_path):
+    (tmp_path / "own.py").write_text(CLASHES)
+    algorithm = Custom(path=f"{tmp_path}/own.py:fixed", settings={"kl": True})
+    iteration = open_iteration(replace(config_of("grpo"), algorithm=algorithm))
+    _, _, metrics = run_step(iteration, first_states(iteration), 1)
+    assert metrics["actor/kl_loss"] >= 0
 
 
 def test_groups_without_variance_are_reported_and_teach_nothing():

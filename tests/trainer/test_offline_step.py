@@ -12,6 +12,7 @@ from tiny_iteration import random_params
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_offline
+from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.data.collating import collate_records, offline_records
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
@@ -164,6 +165,24 @@ def test_records_of_weight_zero_and_padding_change_nothing(name):
     reads = [n for n in algorithm.reads if n.startswith(("reference_", "baseline"))]
     same = {n: jnp.concatenate([getattr(small, n), jnp.full(3, 7.0)]) for n in reads}
     assert_same(gradients(algorithm, filled.replace(**same), Padded()), whole)
+
+
+@pytest.mark.parametrize("constant", ["lengths", "reference", "stopped", "integers"])
+def test_a_loss_without_a_gradient_is_refused(constant):
+    """It would train nothing without a word."""
+
+    def loss(chosen_logprobs, chosen_lengths, reference_chosen_logprobs, rejected_lengths):
+        found = {
+            "lengths": chosen_lengths - rejected_lengths,
+            "reference": reference_chosen_logprobs,
+            "stopped": jax.lax.stop_gradient(chosen_logprobs),
+            "integers": chosen_logprobs.astype(jnp.int32),
+        }
+        return found[constant], {}
+
+    algorithm = OfflineAlgorithm(loss=loss)
+    with pytest.raises(ValueError, match="no gradient, .*must depend on chosen_logprobs or "):
+        gradients(algorithm, make_batch(algorithm), Padded())
 
 
 def test_permuted_pairs_give_the_same_step():

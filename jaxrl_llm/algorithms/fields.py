@@ -95,10 +95,11 @@ def pair_of(role: str, found: Any, mask: Any, *, metrics: bool = False) -> tuple
             "must be of floating-point numbers"
         )
     for name, value in found[1].items() if metrics else ():
-        if not isinstance(name, str) or _shape(value) not in ((), mask.shape):
+        named = isinstance(name, str) and name.strip()
+        if not named or _shape(value) not in ((), mask.shape):
             raise ValueError(
-                f"{role} returned the metric {name!r} as {_kind(value)}; a metric has a name of "
-                f"text, and the shape of `mask`, {mask.shape}, or is one number"
+                f"{role} returned the metric {name!r} as {_kind(value)}; a metric has a name, "
+                f"which is text, and the shape of `mask`, {mask.shape}, or is one number"
             )
     return found[0], found[1]
 

@@ -170,6 +170,11 @@ class Stage:
                     f"and B is {rows} samples"
                 )
         for name, value in output.metrics.items():
+            if not isinstance(name, str) or not name.strip():
+                raise ValueError(
+                    f"stage {self.name!r} returned a metric with the name {name!r}; give it a name "
+                    f"of text, such as '{self.name}/mean'"
+                )
             if not self.updates and np.shape(value):
                 raise ValueError(
                     f"stage {self.name!r} returned the metric {name!r} of shape {np.shape(value)}; "

@@ -268,7 +268,7 @@ class RewardManager:
             for own, grade in zip(extras, graded, strict=True):
                 own.update({prefix + name: value for name, value in grade.extras.items()})
             for name, values in _logged(function, answers, graded).items():
-                self._refuse_reserved(name, function)
+                self._check_name(name, function)
                 logged.setdefault(name, []).extend(values)
         scores, applicable = self._weighted_sum(parts, len(prompts))
         none = CallError(kind="not applicable", message="every function returned None")
@@ -311,7 +311,12 @@ class RewardManager:
             )
         return scores, applicable
 
-    def _refuse_reserved(self, name: str, function: _Function) -> None:
+    def _check_name(self, name: str, function: _Function) -> None:
+        if not name.rpartition("/")[2].strip():
+            raise ValueError(
+                f"The reward function {function.info.path} logs the metric {name!r}, which has no "
+                f"name. Give it one, such as '{function.name}/words'."
+            )
         ours = {f"rewards/{n}/{end}" for n in self.names for end in ("mean", "std", "failures")}
         if is_reserved(name) or name in ours:
             raise ValueError(

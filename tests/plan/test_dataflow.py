@@ -157,6 +157,7 @@ COST = np.ones(4)
             StageOutput({"cost": COST}, {"mine": COST}),
             r"metric .mine. of shape \(4,\); a",
         ),
+        (StageOutput({"cost": COST}, {"": 1.0}), "a metric with the name ''; give it a name of"),
     ],
 )
 def test_what_a_stage_returns_is_what_it_says(output, words):

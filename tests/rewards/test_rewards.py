@@ -356,6 +356,21 @@ def test_a_metric_under_a_name_of_the_trainer_is_refused(reward_file, name):
         manager.score([make_prompt()], [make_completion()], step=1)
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("completions, log_metric):\n    log_metric(' ', 7)\n    return [1.0]\n", "' '"),
+        ("solution_str):\n    return {'score': 1.0, '': 3}\n", "'rewards/f/'"),
+    ],
+)
+def test_a_metric_without_a_name_is_refused(reward_file, source, name):
+    with (
+        RewardManager([reward_file(f"def f({source}")]) as manager,
+        pytest.raises(ValueError, match=f"f logs the metric {name}, which has no name. Give it"),
+    ):
+        manager.score([make_prompt()], [make_completion()], step=1)
+
+
 def test_a_key_of_a_verl_dict_may_not_replace_a_metric(reward_file):
     function = reward_file("def f(solution_str):\n    return {'score': 1.0, 'failures': 3}\n")
     with (

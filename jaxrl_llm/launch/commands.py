@@ -30,6 +30,7 @@ from jaxrl_llm.launch.outputs import (
     PAGE,
     PLAN,
     check_folder,
+    check_new_folder,
     check_other_files,
     check_parent,
 )
@@ -331,6 +332,7 @@ def prepare(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--archive")
     flags = parser.read(argv)
+    check_new_folder("--output", Path(flags.output))
     if flags.name == MOVIES:
         directory = prepare_movie_preferences(flags.output, archive=flags.archive)
     else:
@@ -349,6 +351,7 @@ def _prepare_upcycled(argv: list[str]) -> int:
     parser.add_argument("--router_std", type=float)
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.read(argv)
+    check_new_folder("--output", flags.output)
     prepare_jax(num_cpu_devices=0 if devices_are_used() else 1)
     from jaxrl_llm.checkpoint.upcycling import Upcycling, upcycle
 
@@ -372,6 +375,7 @@ def _prepare_data(argv: list[str]) -> int:
     parser.add_argument("--source", default="")
     parser.add_argument("--instruction")
     flags = parser.read(argv)
+    check_new_folder("--output", flags.output)
     written = prepare_public(
         flags.name, flags.output, source=flags.source, instruction=flags.instruction
     )

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.references import is_file, is_folder
+from jaxrl_llm.references import exists, is_file, is_folder
 
 DOCTOR_BYTES = 10**9  # free space that the doctor asks for; its file has an eighth of it
 
@@ -26,7 +26,7 @@ def check_parent(flag: str, file: Path) -> None:
         raise ConfigError(f"{flag}={file} is a folder; give a file such as {file}/report.json")
     if not file.parent.is_dir():
         raise ConfigError(f"{flag}={file}: there is no folder {file.parent}")
-    if not os.access(file if is_file(file) else file.parent, os.W_OK):
+    if not (os.access(file, os.W_OK) if is_file(file) else _takes_files(file.parent)):
         raise ConfigError(f"{flag}={file} cannot be written; give another file")
 
 
@@ -57,16 +57,25 @@ def check_writable(flag: str, file: Path, begins: bytes) -> None:
             f"{flag}={file}: the folder {file.parent} cannot be made ({error.strerror}); give "
             "another"
         ) from None
-    if not os.access(file if is_file(file) else file.parent, os.W_OK):
+    if not (os.access(file, os.W_OK) if is_file(file) else _takes_files(file.parent)):
         raise ConfigError(f"{flag}={file} cannot be written; give another file")
     check_other_files(flag, file, begins)
 
 
 def check_new_folder(flag: str, folder: Path) -> None:
     """ConfigError where `folder`, which need not exist, cannot be made or written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK):
+    there = next(path for path in (folder, *folder.absolute().parents) if exists(path))
+    if not _takes_files(there):
         raise ConfigError(f"{flag}={folder} cannot be written; give another directory")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether files can be made in a folder. /proc and the like refuse what `access` allows."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def check_folder(flag: str, folder: Path) -> None:

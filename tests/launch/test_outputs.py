@@ -5,6 +5,7 @@ import json
 import pytest
 
 import jaxrl_llm as rl
+from jaxrl_llm.checkpoint import layout
 from jaxrl_llm.config import ConfigError, load_config, to_json
 from jaxrl_llm.launch import commands, outputs
 from jaxrl_llm.launch.outputs import check_other_files
@@ -104,3 +105,32 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch
         outputs.check_parent("--json", tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="--output=.*/a/model cannot be written"):
         outputs.check_new_folder("--output", tmp_path / "a" / "model")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prepare", "smollm2", "--output={0}/new"],
+        ["prepare", "movie_preferences", "--output={0}/new"],
+        ["prepare", "data", "gsm8k", "--output={0}/new"],
+        ["prepare", "upcycle", "--model={1}", "--experts=2", "--output={0}/new"],
+        ["plan", "--config=ppo", "--quick", "--json={0}/plan.json"],
+        ["report", "{1}", "--output={0}/page.html"],
+    ],
+)
+def test_a_folder_that_takes_no_files_is_refused_before_the_work(run, words):
+    """Root may write in /proc by its permissions, and every file of it fails."""
+    name, *flags = [word.format("/proc", run) for word in words]
+    with pytest.raises(ConfigError, match="--(output|json)=/proc/.* cannot be written; give anoth"):
+        commands.COMMANDS[name](flags)
+
+
+@pytest.mark.parametrize("output", ["/proc/new", "/dev/null/new", "{file}/new"])
+def test_an_export_where_no_folder_can_be_made(tmp_path, output):
+    checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"
+    (checkpoint / layout.LOOP).mkdir(parents=True)
+    (checkpoint / "_CHECKPOINT_METADATA").touch()
+    (tmp_path / "file").touch()
+    output = output.format(file=tmp_path / "file")
+    with pytest.raises(ConfigError, match=f"--output={output} cannot be written; give another"):
+        rl.export(tmp_path / "run", output)

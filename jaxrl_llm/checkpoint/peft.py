@@ -38,6 +38,7 @@ __all__ = [
     "base_of_adapter",
     "export_adapter",
     "import_adapter",
+    "is_ours",
     "lost_by_peft",
     "read_lora",
 ]
@@ -368,6 +369,14 @@ def base_of_adapter(directory: str | Path) -> tuple[str, dict[str, str]]:
     found = metadata_of(Path(directory) / WEIGHTS)
     mark = {key: found[key] for key in (BASE_FORM, BASE_BITS) if key in found}
     return theirs.get("base_model_name_or_path") or "", mark
+
+
+def is_ours(directory: str | Path) -> bool:
+    """Whether the weights of a PEFT directory are of an export of ours."""
+    try:
+        return BASE_FORM in metadata_of(Path(directory) / WEIGHTS)
+    except (OSError, ValueError):  # no such file, or another one under its name
+        return False
 
 
 def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None) -> Params:

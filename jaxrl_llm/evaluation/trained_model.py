@@ -173,7 +173,9 @@ def _refuse_others(output: Path, config: Config | None, adapter: bool) -> None:
     ours = card.is_file() and CARD_MARK in card.read_text(errors="replace")
     if not found and (output / "config.json").exists() and not ours:
         found = "a model that is no export of jaxrl_llm"
-    written = () if ours or adapter else (*_WRITTEN, *TOKENIZER_FILES)
+    written = () if ours else (*_WRITTEN, *TOKENIZER_FILES)
+    if adapter:
+        written = () if peft.is_ours(output) else (peft.CONFIG, peft.WEIGHTS)
     if not found and (others := sorted(x.name for name in written for x in output.glob(name))):
         found = f"a file {others[0]} of no export of jaxrl_llm"
     if not found and config is not None and output.exists():

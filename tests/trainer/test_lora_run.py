@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 from test_run import config_of
 from tiny import model_config
 from tiny_run import assert_close, assert_same_bits
@@ -181,6 +181,14 @@ def test_exports(tmp_path, base, trained):
     for output, adapter in ((folder, False), (merged, True)):
         with pytest.raises(ConfigError, match="would mix the two; give another directory"):
             export_checkpoint(last, output, adapter=adapter)
+    export_checkpoint(last, folder, adapter=True)  # over an earlier one
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name, content in ((WEIGHTS, save({"x": np.zeros(2)})), (CONFIG, b"{}"), (WEIGHTS, b"no")):
+        (theirs / name).write_bytes(content)
+        with pytest.raises(ConfigError, match="holds a file adapter_.* of no export of jaxrl_llm"):
+            export_checkpoint(last, theirs, adapter=True)
+        assert (theirs / name).read_bytes() == content
     with pytest.raises(ConfigError, match="--adapter: all weights of 'actor' learned"):
         export_checkpoint(base.parent / "run/checkpoints/global_step_1", tmp_path, adapter=True)
 

@@ -15,6 +15,7 @@ from jaxrl_llm.config.schema import Config, run_folder
 from jaxrl_llm.references import (
     exists,
     is_file,
+    is_folder,
     load_file,
     nearest,
     nearest_file,
@@ -121,6 +122,11 @@ def open_config(path: str | Path) -> Config:
         return importlib.import_module(f"{CONFIGS}.{path}").get_config()
     if is_file(file / CONFIG):
         file /= CONFIG
+    if is_folder(file):
+        raise ConfigError(
+            f"the folder {path} has no {CONFIG}, so it is not the folder of a run; give "
+            f"{_near_folder(file)}, or the name of a packaged config such as grpo"
+        )
     if not is_file(file):
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
         known = f"packaged configs: {', '.join(packaged_configs())}"
@@ -133,6 +139,16 @@ def open_config(path: str | Path) -> Config:
         works = "give a Python file with get_config(), or the folder of another run"
         raise ConfigError(f"{file} is no JSON text: {error}; {works}") from None
     return _where_it_is(found, file.parent) if file.name == CONFIG else found
+
+
+def _near_folder(folder: Path) -> str:
+    """What works in place of a folder without a config, as far as that can be seen."""
+    runs = [above for above in list(folder.parents)[:2] if is_file(above / CONFIG)]
+    files = sorted(folder.glob("[!_]*.py"))
+    if runs:
+        return f"that of the run, {runs[0]}"
+    own = f" such as {files[0]}" if files else ""
+    return f"that of a run, a file with get_config(){own}"
 
 
 def _where_it_is(config: Config, folder: Path) -> Config:

@@ -612,6 +612,23 @@ def test_a_run_by_its_folder_and_by_its_config(config_file, tmp_path):
 # ------------------------------------------------------------------------- JSON
 
 
+def test_a_folder_without_a_config_says_what_is_missing(tmp_path):
+    """It exists, so the message names what it lacks and what works."""
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    steps = run / "checkpoints" / "global_step_1"
+    steps.mkdir(parents=True)
+    mine.mkdir()
+    (run / "config.json").write_text(to_json(load_config("ppo")))
+    (mine / "my_ppo.py").touch()
+    for folder, hint in (
+        (tmp_path, "give that of a run, a file with get_config\\(\\), or the name"),
+        (mine, f"a file with get_config\\(\\) such as {mine}/my_ppo.py, or the name"),
+        (steps, f"give that of the run, {run}, or the name of a packaged config such as grpo"),
+    ):
+        with pytest.raises(ConfigError, match=f"the folder {folder} has no config.json, .*{hint}"):
+            load_config(folder)
+
+
 def test_json_round_trip(config_file):
     config = load(config_file, "--config.warmup.steps=3", "--config.algorithm.gamma=0.9")
     text = to_json(config)

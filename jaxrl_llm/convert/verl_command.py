@@ -19,6 +19,9 @@ from jaxrl_llm.typed_records.bounds import Text
 
 RL = re.compile(r"(^|[./])(main_ppo\w*|main_dapo)(\.py)?$")
 SFT = re.compile(r"(^|[./])(fsdp_)?sft_trainer\w*(\.py)?$")
+CONVERTS = (
+    "`jaxrl convert-config --from=verl --file=SCRIPT` translates a whole command: docs/from-verl.md"
+)
 NAMES = ("trainer.experiment_name", "trainer.project_name")  # may have unknown parts
 
 
@@ -65,10 +68,7 @@ def counterpart(key: str, text: str) -> str:
         if isinstance(found, Ours) and found.values and text:
             flags = [_flag_of(name, ours) for name, ours in found.values.items()]
             return f"verl's {key}={text} is {' '.join(flags)} here"
-    return (
-        f"{key} is a key of verl; `jaxrl convert-config --from=verl --file=SCRIPT` translates a "
-        "whole command: docs/from-verl.md"
-    )
+    return f"{key} is a key of verl; {CONVERTS}"
 
 
 def _flag_of(key: str, value: Any) -> str:

@@ -1,11 +1,19 @@
 """The flags of a command, and the config that they name, with its overrides. Imports no jax."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxrl_llm.config import Config, ConfigError, load_config, packaged_configs
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    UnknownKeyError,
+    load_config,
+    packaged_configs,
+)
 from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.overrides import apply_override
 from jaxrl_llm.typed_records.tree import key_that_ends_in
 
 
@@ -35,7 +43,8 @@ class Parser(argparse.ArgumentParser):
             word = words.pop(0)
             name, equals, value = word.partition("=")
             if not name.startswith("--config."):
-                raise ConfigError(f"{word!r} is no flag; write --config.key=value or --flag=value")
+                errors = [_no_flag(other) for other in (word, *words) if other[:2] != "--"]
+                raise next((x for x in errors if isinstance(x, UnknownKeyError)), errors[0])
             if not equals:
                 if not words or words[0].startswith("--"):
                     raise ConfigError(f"{name} has no value; write {name}=VALUE")
@@ -53,7 +62,28 @@ class Parser(argparse.ArgumentParser):
                 key = key_that_ends_in(name[2:], Config()) if takes_config else ""
                 hint = f"; did you mean --config.{key}?" if key else nearest(name, known)
                 shown = [*known, "--config.KEY=VALUE"] if takes_config else known
-                raise ConfigError(f"unknown flag {name}{hint}\nflags: {', '.join(shown)}")
+                text = f"unknown flag {name}{hint}\nflags: {', '.join(shown)}"
+                if takes_config and "." in name:  # Hydra's words may begin so
+                    word = next(word for word in argv if word.partition("=")[0] == name)
+                    raise UnknownKeyError(text, name[2:], word.partition("=")[2])
+                raise ConfigError(text)
+
+
+def _no_flag(word: str) -> ConfigError:
+    """The error for a word that is no flag: a key of ours or of verl without --config., or else."""
+    text = f"{word!r} is no flag; write --config.key=value or --flag=value"
+    name, equals, value = word.lstrip("+~").partition("=")
+    if not equals or not all(part.isidentifier() for part in name.split(".")):
+        return ConfigError(text)
+    try:
+        apply_override(Config(), name, value)
+    except UnknownKeyError:
+        return UnknownKeyError(text, name, value)
+    except ConfigError:
+        pass  # the key is known
+    return ConfigError(
+        f"{word!r} is no flag; did you mean {shlex.quote(f'--config.{name}={value}')}?"
+    )
 
 
 def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.Namespace]:

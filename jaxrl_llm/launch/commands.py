@@ -638,9 +638,12 @@ def _with_counterpart(command: Callable[[list[str]], int], argv: list[str]) -> i
     try:
         return command(argv)
     except UnknownKeyError as error:
-        from jaxrl_llm.convert.verl_command import counterpart
+        from jaxrl_llm.convert.verl_command import CONVERTS, counterpart
 
         note = counterpart(error.key, error.value)
+        ours = any(word.startswith(f"--config.{error.key}") for word in argv)
+        if note and not ours and CONVERTS not in note:  # the words of a command of verl
+            note = f"{note}; {CONVERTS}"
         raise ConfigError(f"{error}\n{note}" if note else str(error)) from None
 
 

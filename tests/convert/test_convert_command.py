@@ -143,3 +143,43 @@ def test_a_key_of_verl_on_our_command_line_is_explained(flag, said, capsys):
     error = capsys.readouterr().err
     assert f"unknown key config.{flag.split('.')[0]}" in error
     assert said in error if said else "verl" not in error
+
+
+def refused(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(train, words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator is a key of verl"),
+        (["trainer.total_epochs=3"], "trainer.total_epochs is a key of verl"),
+        (["+actor_rollout_ref.model.path=x"], "is --config.actor.path=x here"),
+        (["--actor_rollout_ref.model.path=x"], "is --config.actor.path=x here"),
+        (["data.seed=1", "trainer.nnodes=2"], "verl's data.seed=1 is --config.seed=1 here"),
+        (["data.train_batch_size=8", "trainer.total_epochs=3"], "trainer.total_epochs is a key of"),
+    ],
+)
+@pytest.mark.parametrize("config", [["--config=grpo"], []])
+def test_the_words_of_a_command_of_verl_point_to_the_converter(words, said, config, capsys):
+    """They have no --config. in front."""
+    error = refused([*words, *config], capsys)
+    assert said in error and "`jaxrl convert-config --from=verl --file=SCRIPT`" in error
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.train_batch_size=8", "did you mean --config.data.train_batch_size=8?"),
+        ("rollout.n=x y", "did you mean '--config.rollout.n=x y'?"),
+        ("foo.bar=1", "write --config.key=value"),
+        ("foo", "write --config.key=value"),
+        ("a b=1", "write --config.key=value"),
+    ],
+)
+def test_a_word_that_is_no_flag(word, said, capsys):
+    error = refused(["--config=grpo", word], capsys)
+    assert said in error and "verl" not in error

@@ -98,6 +98,11 @@ def prepare(*, limits_only: bool = False, scoring: str = "all", **_: Any) -> Non
         raise ValueError(f"a program cannot run in the sandbox: {outcome.describe()}")
 
 
+def read_truth(ground_truth: Any) -> list[Case]:
+    """Before a run: the tests of a row, which are not run. Raises ValueError."""
+    return read_cases(ground_truth)
+
+
 def extract_code(completion: str) -> str | None:
     """The last ```python block. One that the length limit has cut counts."""
     blocks = BLOCK.findall(completion)

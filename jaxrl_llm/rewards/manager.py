@@ -2,9 +2,11 @@
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +48,7 @@ if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does
     from jaxrl_llm.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
+READ_TRUTH = "read_truth"  # of the module of a grader that runs in the pool
 TRUTHS = ("ground_truth", "answer", "solution", "reward_model")  # columns that may hold it
 
 
@@ -93,6 +96,8 @@ class _Function:
     info: FunctionInfo
     index: int  # in the pool's references
     local: Callable[..., Any] | None  # None: runs in the pool
+    # Reads a right answer, or raises ValueError; None where a call alone shows whether it can be.
+    read_truth: Callable[[Any], Any] | None
 
     def calls(
         self, batch: BatchCall, samples: list[SampleCall]
@@ -165,14 +170,18 @@ class RewardManager:
     def _load(
         self, index: int, path: str, settings: dict[str, Any], name: str, weight: float
     ) -> _Function:
-        local = None
+        local = read = None
         if is_builtin(path):
             local, info = load_bound(path, settings)
+            if info.isolated:
+                read, local = getattr(sys.modules[split_path(path)[0]], READ_TRUTH, None), None
+            elif _compares(info):
+                read = partial(local, "")
         else:
             info = self._pool.load(index)
-        if info.isolated:
-            local = None
-        return _Function(name=name, weight=weight, info=info, index=index, local=local)
+        return _Function(
+            name=name, weight=weight, info=info, index=index, local=local, read_truth=read
+        )
 
     def check(
         self,
@@ -205,14 +214,14 @@ class RewardManager:
         self._wanted = tuple(name for name in columns if name in asked)
 
     def unreadable(self, truths: Sequence[Any]) -> dict[str, str]:
-        """Of each grader of ours that compares in this process: why it can read none of `truths`.
+        """Of each grader of ours that compares with a right answer: why it can read no `truths`.
 
         The text is empty where it can read one. Without truths there is nothing to say.
         """
         return {
-            function.name: _first_fault(function.local, truths)
+            function.name: _first_fault(function.read_truth, truths)
             for function in self._functions
-            if truths and function.local is not None and _compares(function.info)
+            if truths and function.read_truth is not None
         }
 
     @property
@@ -485,11 +494,11 @@ def _compares(info: FunctionInfo) -> bool:
     return is_builtin(info.path) and info.kind == "sample" and "ground_truth" in info.required
 
 
-def _first_fault(grade: Callable[..., Any], truths: Sequence[Any]) -> str:
+def _first_fault(read: Callable[[Any], Any], truths: Sequence[Any]) -> str:
     first = ""
     for truth in truths:
         try:
-            grade(solution_str="", ground_truth=truth)
+            read(truth)
         except ValueError as error:
             first = first or str(error)
         else:

@@ -34,8 +34,7 @@ def math_answer(
     truth is no mathematics and the answer has another text. Raises ValueError for a row without
     ground truth.
     """
-    truth = truth_text(ground_truth, "math_answer")
-    expected = last_box(truth) or truth.strip("$")
+    expected = _expected(ground_truth)
     answer = last_box(solution_str)
     if answer is None:
         return {"score": 0.0, "reason": "no whole \\boxed{} in the completion"}
@@ -59,6 +58,19 @@ def prepare(**_: Any) -> None:
         raise ValueError(
             "the grader math_answer needs the package math-verify: pip install 'jaxrl_llm[math]'"
         )
+
+
+def read_truth(ground_truth: Any) -> str:
+    """Before a run: the right answer of a row as text. Raises ValueError for none."""
+    expected = _expected(ground_truth)
+    if not expected.strip():
+        raise ValueError(f"the ground truth {ground_truth!r} has no answer for math_answer")
+    return expected
+
+
+def _expected(ground_truth: Any) -> str:
+    truth = truth_text(ground_truth, "math_answer")
+    return last_box(truth) or truth.strip("$")
 
 
 def last_box(text: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_llm.config import ExactAnswer
+from jaxrl_llm.config import Code, ExactAnswer, MathAnswer
 from jaxrl_llm.observability.names import is_reserved
 from jaxrl_llm.references import load as load_function
 from jaxrl_llm.rewards.calling import TrainerState, as_number, batch_call, plain, sample_call
@@ -444,21 +444,33 @@ def test_extra_info_of_any_type_reaches_the_function(reward_file, extra_info):
 
 
 @pytest.mark.parametrize(
-    ("truths", "fault"),
+    ("grader", "truths", "fault"),
     [
-        ([None, None], "the row has no ground truth"),
-        (["yes", "no"], "'yes' has no number: use extract='whole'"),
-        ([["5"], {"a": 5}], "['5'] is a list: exact_answer compares with a text or a number"),
-        ([None, "5"], ""),
-        ([5, None], ""),
+        (ExactAnswer(), [None, None], "the row has no ground truth"),
+        (ExactAnswer(), ["yes", "no"], "'yes' has no number: use extract='whole'"),
+        (
+            ExactAnswer(),
+            [["5"], {"a": 5}],
+            "['5'] is a list: exact_answer compares with a text or a number",
+        ),
+        (ExactAnswer(), [None, "5"], ""),
+        (ExactAnswer(), [5, None], ""),
+        (Code(limits_only=True), ["def f(): pass", None], "of a code row is not JSON. Give {"),
+        (Code(limits_only=True), [{"inputs": [], "outputs": []}], "the ground truth has no tests"),
+        (Code(limits_only=True), [{"tests": "assert f(1)"}], "the ground truth has no tests (Key"),
+        (Code(limits_only=True), ["x", {"assert_case": ["assert f(1)"]}], ""),
+        (MathAnswer(), [None, ["5"]], "the row has no ground truth: math_answer needs one"),
+        (MathAnswer(), [" ", "$$"], "the ground truth ' ' has no answer for math_answer"),
+        (MathAnswer(), ["", r"\frac{1}{2}"], ""),
     ],
 )
-def test_right_answers_that_no_row_can_be_graded_by_are_found_before_a_step(truths, fault):
-    with RewardManager([ExactAnswer()]) as manager:
+def test_right_answers_that_no_row_can_be_graded_by_are_found_before_a_step(grader, truths, fault):
+    name = grader.kind
+    with RewardManager([grader]) as manager:
         found = manager.unreadable(truths)
-        assert fault in found["exact_answer"] and bool(fault) == bool(found["exact_answer"])
+        assert fault in found[name] and bool(fault) == bool(found[name])
         assert manager.unreadable([]) == {}
-    refuse_unreadable([found, {"exact_answer": ""}], "training")  # another process reads one
+    refuse_unreadable([found, {name: ""}], "training")  # another process reads one
     if fault:
-        with pytest.raises(ValueError, match="exact_answer can grade no row of the training data"):
+        with pytest.raises(ValueError, match=f"{name} can grade no row of the training data"):
             refuse_unreadable([found, {}], "training")

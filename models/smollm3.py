@@ -26,6 +26,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         rope_theta=2e6,
         tie_word_embeddings=True,
     )
+    if "sliding_attention" in (hf.get("layer_types") or ()):
+        # transformers' masks have the window without this key, and its flash attention has none.
+        common.refuse_unless(
+            {"use_sliding_window": False} | _without_none(hf),
+            "smollm3 with sliding_attention in layer_types",
+            use_sliding_window=True,
+        )
     layers, interval = fields["num_layers"], common.positive(hf, "no_rope_layer_interval", 4)
     every = [(i + 1) % interval for i in range(layers)]
     rope = common.entries(hf, "no_rope_layers", list, every)  # 1 where a layer has rope

@@ -491,6 +491,18 @@ def test_a_null_flag_of_deepseek_is_off():
         assert config.interleaved_rope is config.mixture.normalized is expected
 
 
+@pytest.mark.parametrize("use", [{}, {"use_sliding_window": False}, {"use_sliding_window": None}])
+def test_a_window_of_smollm3_that_attentions_read_differently_is_refused(use):
+    """transformers' masks have it, and its flash attention has not."""
+    hf = families.to_hf_config(CONFIGS["smollm3"], "causal_lm")
+    assert hf["use_sliding_window"] and "sliding_attention" in hf["layer_types"]
+    del hf["use_sliding_window"]
+    with pytest.raises(ValueError, match="smollm3 with sliding_attention in layer_types with use_"):
+        families.config_from_hf(hf | use)
+    whole = families.config_from_hf(hf | use | {"layer_types": None})
+    assert set(whole.sliding_window) == {None}
+
+
 @pytest.mark.parametrize("rope", [{}, {"rope_theta": None}, {"rope_scaling": {"type": "linear"}}])
 @pytest.mark.parametrize("family, theta", [("mixtral", 1e6), ("smollm3", 2e6), ("llama", 1e4)])
 def test_a_missing_rope_theta_is_the_family_s_with_and_without_scaling(family, theta, rope):

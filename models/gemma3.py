@@ -29,6 +29,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, NAME, use_bidirectional_attention=False, **PLAIN)
     common.refuse_unless(hf, NAME, **dict.fromkeys(ABSENT))
+    scaling = common.entries(hf, "rope_scaling", dict, {})
+    if "rope_type" not in scaling:  # transformers 5 takes this old name for no scaling
+        common.refuse_unless(scaling, f"{NAME} whose rope_scaling has no rope_type", type="default")
     hf, local, windows = common.by_layer_type_from_hf(
         hf, NAME, sliding_window=4096, sliding_window_pattern=6
     )

@@ -27,6 +27,7 @@ from jaxrl_llm.models.base import (
     scalar_params_from,
 )
 from jaxrl_llm.models.layers import Projection
+from jaxrl_llm.models.rope import LinearRope
 from jaxrl_llm.models.shapes import num_parameters
 
 GOLDENS = [  # named by their family; the folder holds other goldens too
@@ -501,6 +502,18 @@ def test_a_window_of_smollm3_that_attentions_read_differently_is_refused(use):
         families.config_from_hf(hf | use)
     whole = families.config_from_hf(hf | use | {"layer_types": None})
     assert set(whole.sliding_window) == {None}
+
+
+def test_the_old_rope_type_of_gemma3_is_refused():
+    """transformers 5 reads it as no scaling; earlier ones scaled by it."""
+    hf = families.to_hf_config(CONFIGS["gemma3"], "causal_lm")
+    del hf["rope_parameters"]
+    old = {"type": "linear", "factor": 8.0}
+    with pytest.raises(ValueError, match="gemma3_text whose rope_scaling has no rope_type with ty"):
+        families.config_from_hf(hf | {"rope_scaling": old})
+    scaled = families.config_from_hf(hf | {"rope_scaling": old | {"rope_type": "linear"}})
+    assert scaled.rope_scaling == LinearRope(factor=8.0)
+    assert families.config_from_hf(hf | {"rope_scaling": {"type": "default"}}).rope_scaling is None
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_theta": None}, {"rope_scaling": {"type": "linear"}}])

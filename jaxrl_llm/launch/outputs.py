@@ -1,5 +1,6 @@
 """Files and folders that a command writes, checked before its work. Imports no jax."""
 
+import errno
 import os
 import re
 import shutil
@@ -7,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.references import exists, is_file, is_folder
+from jaxrl_llm.references import is_file, is_folder
 
 DOCTOR_BYTES = 10**9  # free space that the doctor asks for; its file has an eighth of it
 
@@ -64,8 +65,9 @@ def check_writable(flag: str, file: Path, begins: bytes) -> None:
 
 def check_new_folder(flag: str, folder: Path) -> None:
     """ConfigError where `folder`, which need not exist, cannot be made or written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if exists(path))
-    if not _takes_files(there):
+    # A link to nothing is there too, and takes no files.
+    there = next(x for x in (folder, *folder.absolute().parents) if os.path.lexists(x))
+    if not _takes_files(there) or _is_too_long(folder):
         raise ConfigError(f"{flag}={folder} cannot be written; give another directory")
 
 
@@ -76,6 +78,15 @@ def _takes_files(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
+
+
+def _is_too_long(path: Path) -> bool:
+    """Whether no file system takes a name of the path."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    return False
 
 
 def check_folder(flag: str, folder: Path) -> None:

@@ -125,6 +125,19 @@ def test_a_folder_that_takes_no_files_is_refused_before_the_work(run, words):
         commands.COMMANDS[name](flags)
 
 
+def test_a_folder_under_a_name_that_none_can_have(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for folder in (tmp_path / "link", tmp_path / ("x" * 300), tmp_path / "link" / "new"):
+        with pytest.raises(ConfigError, match="--output=.* cannot be written; give another dir"):
+            commands.COMMANDS["prepare"](["movie_preferences", f"--output={folder}"])
+    outputs.check_new_folder("--output", tmp_path / "new" / "inner")
+    (tmp_path / "old").mkdir()
+    outputs.check_new_folder("--output", tmp_path / "old")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    outputs.check_new_folder("--output", tmp_path / "link")
+
+
 @pytest.mark.parametrize("output", ["/proc/new", "/dev/null/new", "{file}/new"])
 def test_an_export_where_no_folder_can_be_made(tmp_path, output):
     checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"

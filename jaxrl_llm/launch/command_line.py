@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 def _no_flag(word: str) -> ConfigError:
     """The error for a word that is no flag: a key of ours or of verl without --config., or else."""
     text = f"{word!r} is no flag; write --config.key=value or --flag=value"
-    name, equals, value = word.lstrip("+~").partition("=")
+    name, equals, value = word.lstrip("+~-").removeprefix("config.").partition("=")
     if not equals or not all(part.isidentifier() for part in name.split(".")):
         return ConfigError(text)
     try:

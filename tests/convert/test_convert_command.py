@@ -175,6 +175,8 @@ def test_the_words_of_a_command_of_verl_point_to_the_converter(words, said, conf
     [
         ("data.train_batch_size=8", "did you mean --config.data.train_batch_size=8?"),
         ("rollout.n=x y", "did you mean '--config.rollout.n=x y'?"),
+        ("config.total_steps=3", "did you mean --config.total_steps=3?"),
+        ("-config.total_steps=3", "did you mean --config.total_steps=3?"),
         ("foo.bar=1", "write --config.key=value"),
         ("foo", "write --config.key=value"),
         ("a b=1", "write --config.key=value"),

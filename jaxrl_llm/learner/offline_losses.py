@@ -117,6 +117,11 @@ class RecordLoss:
         sums: Metrics = {}
         if algorithm.loss is not None:
             values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
+            for name in metrics:
+                if not isinstance(name, str) or not name.strip():
+                    raise ValueError(
+                        f"the loss returned a metric with the name {name!r}; give it a name of text"
+                    )
             sums |= weighted_sums({LOSS: values} | metrics, weights)
         if algorithm.token_loss is not None:
             named = field_names(algorithm.token_loss)

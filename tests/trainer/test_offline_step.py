@@ -185,6 +185,15 @@ def test_a_loss_without_a_gradient_is_refused(constant):
         gradients(algorithm, make_batch(algorithm), Padded())
 
 
+def test_a_metric_without_a_name_is_refused():
+    def loss(chosen_logprobs, rejected_logprobs):
+        return rejected_logprobs - chosen_logprobs, {" ": chosen_logprobs}
+
+    algorithm = OfflineAlgorithm(loss=loss)
+    with pytest.raises(ValueError, match="the loss returned a metric with the name ' '; give it a"):
+        gradients(algorithm, make_batch(algorithm), Padded())
+
+
 def test_permuted_pairs_give_the_same_step():
     algorithm = ALGORITHMS["dpo"]
     batch = make_batch(algorithm)

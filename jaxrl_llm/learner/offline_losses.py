@@ -3,7 +3,7 @@
 Shape letters: B records, G groups of rows of a record, R predicted tokens of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,11 +117,7 @@ class RecordLoss:
         sums: Metrics = {}
         if algorithm.loss is not None:
             values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
-            for name in metrics:
-                if not isinstance(name, str) or not name.strip():
-                    raise ValueError(
-                        f"the loss returned a metric with the name {name!r}; give it a name of text"
-                    )
+            _check_names(metrics)
             sums |= weighted_sums({LOSS: values} | metrics, weights)
         if algorithm.token_loss is not None:
             named = field_names(algorithm.token_loss)
@@ -129,6 +125,20 @@ class RecordLoss:
             sums[TOKEN_LOSS] = (values * weights).sum()
             sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
         return sums, routed
+
+
+def _check_names(metrics: Mapping[Any, Any]) -> None:
+    """ValueError for a metric of a loss without a name, or under one of the sums of the step."""
+    for name in metrics:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(
+                f"the loss returned a metric with the name {name!r}; give it a name of text"
+            )
+        if name in ("loss", LOSS, TOKEN_LOSS):
+            raise ValueError(
+                f"the loss returns the metric {name!r}, which the trainer writes itself; take "
+                f"another name, such as {name + '_of_mine'!r}"
+            )
 
 
 def row_fields(batch: Any, groups: Sequence[str]) -> Fields:

@@ -194,6 +194,18 @@ def test_a_metric_without_a_name_is_refused():
         gradients(algorithm, make_batch(algorithm), Padded())
 
 
+@pytest.mark.parametrize("name", ["loss", "record_loss", "nll_loss"])
+def test_a_metric_does_not_replace_the_loss(name):
+    """A metric record_loss was learned in place of the loss."""
+
+    def loss(chosen_logprobs, rejected_logprobs):
+        return rejected_logprobs - chosen_logprobs, {name: chosen_logprobs}
+
+    algorithm = OfflineAlgorithm(loss=loss)
+    with pytest.raises(ValueError, match=f"'{name}', which the trainer writes itself; take anoth"):
+        gradients(algorithm, make_batch(algorithm), Padded())
+
+
 def test_permuted_pairs_give_the_same_step():
     algorithm = ALGORITHMS["dpo"]
     batch = make_batch(algorithm)

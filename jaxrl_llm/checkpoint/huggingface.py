@@ -58,6 +58,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one o
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CARD_MARK = "\n- jaxrl_llm\n"  # in the card of each export of ours
 _COMPARED_ROWS = 1024  # of a table at once
+MOST_NAMED = 4  # tensors in a message
 _READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 
 
@@ -105,15 +106,13 @@ def import_params(
     directory: str | Path,
     spec: ModelSpec,
     shardings: Any = None,
-    *,
-    dtype: str | None = None,
 ) -> Params:
     """Parameters of `spec` from a Hugging Face directory, as device arrays.
 
     `shardings` is a tree of jax.sharding.Sharding with the structure of `spec.params`; None puts
-    everything on one device. Values are cast to `dtype`, by default the dtype of the spec. A scalar
-    model is read from a sequence-classification directory with one label, or from a language model,
-    with a head of zeros.
+    everything on one device. Values are cast to the dtype of the spec. A scalar model is read from
+    a sequence-classification directory with one label, or from a language model, with a head of
+    zeros.
 
     Raises:
         ValueError: a tensor is missing, unexpected, misshapen or quantised (checked before any
@@ -128,7 +127,7 @@ def import_params(
         table = names[("decoder", "embed", "table")].parts[0].name
         _check_tied(directory, stored[table], stored.get("lm_head.weight"))
 
-    target = float_dtype(dtype or spec.dtype)
+    target = float_dtype(spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = spec.trees[0]  # read, not copied
 
@@ -343,9 +342,9 @@ def _check_tied(directory: Path, table: StoredTensor, head: StoredTensor | None)
         )
 
 
-def _some(names: Sequence[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(repr(name) for name in names[:limit]) + more
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(repr(name) for name in names[:MOST_NAMED]) + more
 
 
 def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:

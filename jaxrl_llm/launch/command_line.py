@@ -90,3 +90,10 @@ def read_config(argv: Sequence[str], parser: Parser) -> tuple[Config, argparse.N
     """The checked config of a command line, and the command's other flags."""
     flags, path, overrides = parser.read_with_config(argv)
     return load_config(path, overrides), flags
+
+
+def count(text: str) -> int:
+    """The type of a flag that takes a number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return int(text)

@@ -23,7 +23,7 @@ from jaxrl_llm.config import ConfigError, UnknownKeyError, load_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answer_settings import AnswerSettings, StreamSettings, read_settings
 from jaxrl_llm.launch import library
-from jaxrl_llm.launch.command_line import Parser, read_config
+from jaxrl_llm.launch.command_line import Parser, count, read_config
 from jaxrl_llm.launch.convert_config import convert_config
 from jaxrl_llm.launch.outputs import (
     DOCTOR,
@@ -66,7 +66,7 @@ def train(argv: list[str]) -> int:
     Exit code 3: an alarm whose action is `stop` ended the run (docs/alarms.md).
     """
     parser = Parser()
-    parser.add_argument("--devices", type=_count, default=0)
+    parser.add_argument("--devices", type=count, default=0)
     parser.add_argument("--dry_run", action="store_true")
     outlive_readers()
     config, flags = read_config(argv, parser)
@@ -116,9 +116,9 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--prompts")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--logprobs", action="store_true")
-    parser.add_argument("--batch_size", type=_count, default=64)
+    parser.add_argument("--batch_size", type=count, default=64)
     parser.add_argument("--chat", choices=("auto", "true", "false"), default="auto")
-    parser.add_argument("--n", type=_count, default=1)
+    parser.add_argument("--n", type=count, default=1)
     flags = parser.read(argv)
     if (flags.prompt is None) == (flags.prompts is None):
         raise ConfigError("required: --prompt=TEXT, or --prompts=FILE with --output=FILE")
@@ -185,7 +185,7 @@ def _sampling_parser(*, temperature: float = 1.0, max_new_tokens: int = 256) -> 
     parser = Parser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--temperature", type=float, default=temperature)
-    parser.add_argument("--max_new_tokens", type=_count, default=max_new_tokens)
+    parser.add_argument("--max_new_tokens", type=count, default=max_new_tokens)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[])
@@ -223,7 +223,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--data", default="")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--answers", type=Path)
-    parser.add_argument("--devices", type=_count, default=0)
+    parser.add_argument("--devices", type=count, default=0)
     flags, config_path, overrides = parser.read_with_config(argv)
     if flags.data:
         given = (("data.val_files", [flags.data]), ("data.val_tasks", "[]"))
@@ -267,7 +267,7 @@ def export(argv: list[str]) -> int:
     roles = ("actor", "critic", "reward", "reference", "teacher")
     parser.add_argument("--role", choices=roles, default="actor")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--max_shard_bytes", type=_count)
+    parser.add_argument("--max_shard_bytes", type=count)
     parser.add_argument("--merge", action="store_true")
     parser.add_argument("--adapter", action="store_true")
     flags = parser.read(argv)
@@ -477,7 +477,7 @@ def doctor(argv: list[str]) -> int:
     parser = Parser()
     parser.add_argument("--folder", type=Path, default=Path("runs"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--devices", type=_count, default=0)
+    parser.add_argument("--devices", type=count, default=0)
     flags = parser.read(argv)
     if flags.json is not None and flags.json.is_dir():
         raise ConfigError(f"--json={flags.json} is a folder; give a file such as doctor.json")
@@ -521,12 +521,12 @@ def plan(argv: list[str]) -> int:
     It ends with 1 if the run does not fit.
     """
     parser = Parser()
-    parser.add_argument("--devices", type=_count, default=0)
-    parser.add_argument("--hosts", type=_count, default=0)
+    parser.add_argument("--devices", type=count, default=0)
+    parser.add_argument("--hosts", type=count, default=0)
     parser.add_argument("--hardware", type=str.lower, default="h200")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--prompt_tokens", type=_count, default=0)
-    parser.add_argument("--response_tokens", type=_count, default=0)
+    parser.add_argument("--prompt_tokens", type=count, default=0)
+    parser.add_argument("--response_tokens", type=count, default=0)
     parser.add_argument("--lengths", type=Path)
     parser.add_argument("--json", type=Path)
     flags, config_path, overrides = parser.read_with_config(argv)
@@ -590,12 +590,6 @@ def completion(argv: list[str]) -> int:
     flags = parser.read(argv)
     print(script(flags.shell, {name: fn.__doc__ or "" for name, fn in COMMANDS.items()}), end="")
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return int(text)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

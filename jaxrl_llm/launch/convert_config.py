@@ -1,12 +1,11 @@
 """The command convert-config: a command line of verl or TRL becomes a config file of ours."""
 
-import argparse
 import os
 import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.launch.command_line import Parser
+from jaxrl_llm.launch.command_line import Parser, count
 from jaxrl_llm.references import is_file, nearest_file
 
 LIBRARIES = ("verl", "trl")
@@ -34,8 +33,8 @@ def convert_config(argv: list[str]) -> int:
     parser.add_argument("--from", dest="library", choices=LIBRARIES, required=True)
     parser.add_argument("--file", type=Path)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--rows", type=_count, default=0)
-    parser.add_argument("--devices", type=_count, default=0)
+    parser.add_argument("--rows", type=count, default=0)
+    parser.add_argument("--devices", type=count, default=0)
     flags = parser.read(argv)
     script, arguments = _script(flags.file, flags.words)
     from jaxrl_llm.convert.account import lines
@@ -85,9 +84,3 @@ def _check_new(file: Path) -> None:
         raise ConfigError(f"{file} exists; give a new file: --output=FILE")
     if not file.parent.is_dir():
         raise ConfigError(f"--output={file}: there is no folder {file.parent}")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return int(text)

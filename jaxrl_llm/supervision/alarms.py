@@ -26,7 +26,6 @@ NONFINITE = "nonfinite"
 STEP = "step"
 
 History = list[Any]  # of JSON types
-Found = tuple[str, float, float]  # metric, value, threshold
 Metrics = Mapping[str, float]
 
 

@@ -169,49 +169,52 @@ class Run:
 
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
-        step, kept = 0, None
         # What a checkpoint holds of generation ahead, at most.
         number = self.config.max_staleness + bool(self.config.partial_rollouts)
         ahead = [(step, 1) for step in range(1, number + 1)]
         check_space(self.run_dir, bytes_of(self._abstract_states(ahead)))
         self._say_what_it_is()
-        resumes = self.resume is not None
-        self.output.status("loading the checkpoint" if resumes else "loading or drawing weights")
+        resume = self.resume
+        self.output.status("loading the checkpoint" if resume else "loading or drawing weights")
         # The device is free now, and after other trainings: see `Program.compile_ahead`.
-        trains_first = not resumes and has_supervised(self.config)
+        trains_first = resume is None and has_supervised(self.config)
         # With a full cache Python is the bottleneck, and the states are needed first.
         states_first = trains_first or self._reads_cache
         if not states_first:
             self._compile_ahead()
-        if self.resume is None:
-            states = yield from self._first_states()
+        if resume is None:
+            states, loop_state = (yield from self._first_states()), {"step": 0}
             self._save_once(states)
             if not saves_first(self.config):
                 self.checkpoints.begin(to_items(states, self._apart))
         else:
-            states, loop_state = self._restore(self.resume)
-            if self.resume.parent != self.checkpoints.directory:
-                self._save_once(states)
-            step, self.totals = loop_state["step"], RunTotals(**loop_state["totals"])
-            self.alarms.restore(loop_state.get("alarms", {}))
-            if kept_sizes(loop_state, self.config):
-                kept = (loop_state, states.pop(AHEAD))
-            elif loop_state.get(AHEAD):
-                self.output.message(
-                    "what was generated ahead is generated again: it is of another "
-                    "config.max_staleness, config.partial_rollouts, config.rollout.filter_groups, "
-                    "config.rollout.n or config.data.max_response_length, of an older version, or "
-                    "one of its batches failed"
-                )
-            self.output.message(f"resumed from {self.resume}")
+            states, loop_state = self._resumed(resume)
         if states_first:
             self._compile_ahead()
-        self.output.begin(step)
-        self._own = self._training(states, step)
-        if kept is not None and isinstance(self._own.batches, AheadBatches):
-            self._own.batches.restore(*kept)
+        generated = states.pop(AHEAD, None)
+        self.output.begin(loop_state["step"])
+        self._own = self._training(states, loop_state["step"])
+        if generated is not None and isinstance(self._own.batches, AheadBatches):
+            self._own.batches.restore(loop_state, generated)
         del states
         yield self._own
+
+    def _resumed(self, checkpoint: Path) -> tuple[States, dict[str, Any]]:
+        """The states of a checkpoint and its loop state. Totals and alarms go on from there."""
+        states, loop_state = self._restore(checkpoint)
+        if checkpoint.parent != self.checkpoints.directory:
+            self._save_once(states)
+        self.totals = RunTotals(**loop_state["totals"])
+        self.alarms.restore(loop_state.get("alarms", {}))
+        if loop_state.get(AHEAD) and not kept_sizes(loop_state, self.config):
+            self.output.message(
+                "what was generated ahead is generated again: it is of another "
+                "config.max_staleness, config.partial_rollouts, config.rollout.filter_groups, "
+                "config.rollout.n or config.data.max_response_length, of an older version, or "
+                "one of its batches failed"
+            )
+        self.output.message(f"resumed from {checkpoint}")
+        return states, loop_state
 
     def _compile_ahead(self) -> None:
         """Begin to compile the programs of the first step, while other things are done."""

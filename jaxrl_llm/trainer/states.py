@@ -446,11 +446,11 @@ def _how(role: Role) -> dict[str, str]:
     }
 
 
-def to_items(states: States, frozen: list[str]) -> dict[str, Any]:
+def to_items(states: States, left_out: list[str]) -> dict[str, Any]:
     """States as checkpoint items: parameters apart from optimizers, so an export reads one item."""
     items: dict[str, Any] = {}
     for name, state in states.items():
-        if name in frozen:
+        if name in left_out:
             continue
         if isinstance(state, TrainState):
             items[name] = state.params

@@ -31,7 +31,7 @@ SPEED = {
     "update-7b": "training update, 7B",
     "grpo-1.5b": "GRPO step, 1.5B",
 }
-BLUE, ORANGE, GREY = "#1f77b4", "#d95f02", "#999999"
+BLUE, ORANGE = "#1f77b4", "#d95f02"
 WINDOW = 5  # iterations that a point of trl.svg averages
 
 Point = tuple[float, float]

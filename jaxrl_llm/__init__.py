@@ -1,4 +1,4 @@
-"""Reinforcement learning of language models on GPU meshes, in JAX: one program, one mesh.
+"""Reinforcement learning of language models on GPU meshes, in JAX.
 
 The library: `import jaxrl_llm as rl`. Each name is imported at its first use, and jax by the first
 function that needs it. docs/library.md has a complete program.

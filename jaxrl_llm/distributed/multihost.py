@@ -25,10 +25,10 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# The limit of every wait for other processes, and for the first contact. The slowest thing that one
-# process does while others wait is to compile, to grade a batch, or to read its share of the data.
+# The limit of every wait for other processes. The slowest thing that one process does while others
+# wait is to compile, to grade a batch, or to read its share of the data.
 DEFAULT_TIMEOUT_S = 1800.0
-JOIN_TIMEOUT_S = 300.0
+JOIN_TIMEOUT_S = 300.0  # of the first contact
 MOST_EXCHANGED = 2**20  # bytes of one array that hosts send to each other
 
 _uses: Counter[str] = Counter()  # of each name of a barrier or an exchange

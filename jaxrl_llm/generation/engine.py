@@ -419,8 +419,9 @@ def generate_on_mesh(
     """
     replicas, num_samples = layout.num_replicas, prompts_NP.shape[0]
     if num_samples % replicas:
+        axes = " * ".join(axis for axis in layout.axes("batch") if layout.mesh.shape[axis] > 1)
         raise ValueError(
-            f"{num_samples} prompts do not divide over {replicas} replicas (data * fsdp); pad to "
+            f"{num_samples} prompts do not divide over {replicas} replicas ({axes}); pad to "
             f"{-(-num_samples // replicas) * replicas} rows, the added ones of prompt length 0."
         )
     # With whole heads there is nothing to split, so all axes are manual.

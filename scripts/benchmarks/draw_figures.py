@@ -16,7 +16,7 @@ from pathlib import Path
 # This file is a script of its own, so its folder is on the path, and not the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.results import ROOT, read_results  # noqa: E402
+from benchmarks.results import ROOT, ratio, read_results  # noqa: E402
 
 FIGURES, CURVES = ROOT / "docs" / "figures", ROOT / "docs" / "curves"
 TITLES = {
@@ -128,11 +128,11 @@ def speed() -> str:
     scale, left, step = 90.0, 240, 34
     for i, (name, words) in enumerate(SPEED.items()):
         row, y = results[name][-1], 38 + step * i
-        width = scale * row["ratio"]
+        width = scale * ratio(row)
         bar = f'<rect x="{left}" y="{y}" width="{width:.1f}" height="20" fill="{BLUE}"/>'
         shapes += [text(left - 8, y + 15, words, anchor="end"), bar]
         against = f"{row['baseline']} ({row['compared']})"
-        shapes.append(text(left + width + 6, y + 15, f"{row['ratio']:.2f} × {against}"))
+        shapes.append(text(left + width + 6, y + 15, f"{ratio(row):.2f} × {against}"))
     bottom = 38 + step * len(SPEED)
     shapes.append(line([(left + scale, 32), (left + scale, bottom - 8)], "#222"))
     return svg(960, bottom + 4, shapes)

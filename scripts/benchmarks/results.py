@@ -32,6 +32,14 @@ def read_results(file: Path = FILE) -> dict[str, list[Row]]:
     return found
 
 
+def ratio(row: Row) -> float:
+    """Above 1 where ours is better: of the stored figures, as `ratio` was rounded before."""
+    ours, theirs = row["ours"], row["baseline_value"]
+    if not ours or not theirs:
+        return row["ratio"]
+    return ours / theirs if row["better"] == "higher" else theirs / ours
+
+
 def best(rows: list[Row]) -> Row:
     """The row with the best figure; the last one of equals."""
     sign = 1 if rows[-1]["better"] == "higher" else -1

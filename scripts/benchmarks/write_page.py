@@ -12,7 +12,7 @@ from pathlib import Path
 # This file is a script of its own, so its folder is on the path, and not the folder above.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.results import ROOT, Row, best, read_results  # noqa: E402
+from benchmarks.results import ROOT, Row, best, ratio, read_results  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TOP = """# Measured figures
@@ -139,7 +139,7 @@ def _row(row: Row) -> str:
     cells = [row["what"].replace(" x ", " × "), ours, "", "", "", row["date"], row["id"]]
     if row["baseline"]:
         cells[2] = f"{row['baseline']}: {_number(row['baseline_value'])}"
-        cells[3:5] = f"{row['ratio']:.2f}", row["compared"]
+        cells[3:5] = f"{ratio(row):.2f}", row["compared"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -165,7 +165,7 @@ def _attention(results: dict[str, list[Row]]) -> list[str]:
 
 
 def _pair(results: dict[str, list[Row]], name: str) -> str:
-    return " / ".join(f"{results[f'{name}-{p}'][-1]['ratio']:.2f}" for p in ("fwd", "fwdbwd"))
+    return " / ".join(f"{ratio(results[f'{name}-{p}'][-1]):.2f}" for p in ("fwd", "fwdbwd"))
 
 
 def _decode(results: dict[str, list[Row]]) -> list[str]:
@@ -180,8 +180,8 @@ def _decode(results: dict[str, list[Row]]) -> list[str]:
     for shape in DECODE:
         for slots in (64, 256, 1024):
             own, shared = (results[f"decode-{shape}-{slots}{kind}"][-1] for kind in ("", "-shared"))
-            cells = [f"{shape.upper()}, {slots:,}", f"{own['ours']} us", f"{own['ratio']:.1f}"]
-            cells += [own["note"], f"{shared['ours']} us", f"{shared['ratio']:.1f}"]
+            cells = [f"{shape.upper()}, {slots:,}", f"{own['ours']} us", f"{ratio(own):.1f}"]
+            cells += [own["note"], f"{shared['ours']} us", f"{ratio(shared):.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -189,7 +189,8 @@ def _decode(results: dict[str, list[Row]]) -> list[str]:
 def _learning(results: dict[str, list[Row]]) -> list[str]:
     lines = [
         "## What does it learn?",
-        "A row of several seeds has their median and range. Every run is stored under its id.",
+        "A row of several seeds has the range of their starts, and the median and range of their "
+        "ends. Every run is stored under its id.",
         "",
         "| run | start → end | seconds | seeds | machine | date | id |",
         "|---|---|---|---|---|---|---|",
@@ -198,7 +199,8 @@ def _learning(results: dict[str, list[Row]]) -> list[str]:
         rows = _last_of_each_seed(results[name])
         row, ours = rows[-1], [row["ours"] for row in rows]
         starts = [row["start"] for row in rows if row.get("start") is not None]
-        figure = f"{statistics.median(starts):.3f} → " if starts else ""
+        first = " to ".join(dict.fromkeys(f"{f(starts):.3f}" for f in (min, max) if starts))
+        figure = f"{first} → " if starts else ""
         figure += _number(round(statistics.median(ours), 3))
         if len(rows) > 1:
             figure += f" ({_number(min(ours))} to {_number(max(ours))})"

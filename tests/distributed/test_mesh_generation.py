@@ -235,9 +235,10 @@ def test_heads_that_do_not_divide_kept_whole():
 
 
 def test_prompts_that_do_not_divide_are_refused_with_the_remedy():
-    mesh = make_mesh(data=2, fsdp=4)
+    mesh = make_mesh(pipeline=2, sequence=4)
     params, tokens, lengths, ids, key = inputs()
-    with pytest.raises(ValueError, match="23 prompts.*8 replicas.*pad to 24 rows"):
+    said = r"23 prompts.*8 replicas \(pipeline \* sequence\); pad to 24 rows"
+    with pytest.raises(ValueError, match=said):
         on_mesh(layout_of(mesh), None, SAMPLED)(params, tokens[:23], lengths[:23], ids[:23], key)
     with pytest.raises(ValueError, match="'q_heads' of 4 does not divide over tensor=8"):
         on_mesh(layout_of(make_mesh(tensor=8)), None, SAMPLED)(*inputs())

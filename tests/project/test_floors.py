@@ -1,6 +1,7 @@
 """The house: a file imports only from floors below it, or from its own room."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("launch",), ("benchmarks",)],
     [("configs",), ("scripts",), ("__main__",)],
 ]
+NOT_LISTED = {"models", "configs", "scripts", "benchmarks", "__main__"}  # outside of the package
 ROOM_OF = {
     name: (floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms for name in room
 }
@@ -112,6 +114,28 @@ def test_imports_go_down():
     found = []
     for file in sources():
         found += offences(file.read_text(), module_name(file), file.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_the_list_of_the_readme_goes_up():
+    """A package imports only from those that stand above it, and from models/."""
+    tree = (ROOT / "README.md").read_text().split("jaxrl_llm/\n")[1].split("\nmodels/")[0]
+    listed = [
+        name.removesuffix(".py").rstrip("/")
+        for line in tree.splitlines()
+        for name in re.findall(r"\w+(?:/|\.py)(?=[\s,]|$)", line)
+    ]
+    assert sorted(listed) == sorted(ROOM_OF.keys() - NOT_LISTED)
+    found = []
+    for file in sources():
+        module = module_name(file)
+        if (own := room_name(module)) not in listed:
+            continue
+        imports = imported_modules(ast.parse(file.read_text()), module, file.name == "__init__.py")
+        for line, target in imports:
+            name = room_name(target)
+            if name in listed and listed.index(name) > listed.index(own):
+                found.append(f"{module}:{line} imports {target}")
     assert not found, "\n".join(found)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])  # docs/history is the archive
-MOST_LINE, MOST_CELL = 200, 12
+MOST_LINE, MOST_CELL, MOST_CHANGES = 200, 12, 25
 MOST_LINES = {"README.md": 120, "docs/benchmarks.md": 150}
 
 # Words of an earlier idiolect. Widen CODE when a folder has been read in this light.
@@ -119,6 +120,38 @@ def test_the_figures_of_readme_are_the_current_ones():
         assert theirs is not None
         shown = (f"| {ours.split()[0]} ", f": {theirs[1]} |", f"| {ratio} |")
         assert any(all(part in line for part in shown) for line in page.splitlines()), shown
+
+
+def test_the_figures_of_the_changelog_are_the_current_ones():
+    code = (
+        "import json, sys; sys.path.insert(0, 'scripts')\n"
+        "from benchmarks.results import ratio, read_results\n"
+        "print(json.dumps({n: ratio(r[-1]) for n, r in read_results().items() if r[-1]['ratio']}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    ratios = json.loads(done.stdout)
+
+    def of(begin: str) -> list[float]:
+        return [ratio for name, ratio in ratios.items() if name.startswith(begin)]
+
+    whole, grouped = of("attention-d"), of("grouped-")
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for shown in (
+        f"{ratios['gen-1.5b-mix']:.2f} times vLLM's",
+        f"{min(whole):.2f} to {max(whole):.2f} of cuDNN's speed on whole rows",
+        f"up to {max(of('packed-')):.2f} on packed rows",
+        f"{min(grouped):.2f} to {max(grouped):.2f} times the speed of jax's own kernels",
+        f"updates run at {ratios['update-1.5b']:.2f} (1.5B) and {ratios['update-7b']:.2f} (7B)",
+    ):
+        assert shown in text
+    assert text.count("\n- ") <= MOST_CHANGES
+
+
+def test_the_page_of_the_tests_lists_every_folder_and_file():
+    tests = ROOT / "tests"
+    listed = re.findall(r"`([\w/.]+)`(?=[^|]*\|[^|]*\|$)", (tests / "README.md").read_text(), re.M)
+    folders = {file.parent.name + "/" for file in tests.glob("*/*.py")}
+    assert sorted(listed) == sorted(folders | {file.name for file in tests.glob("*.py")})
 
 
 def test_the_readme_gives_the_two_commands_that_every_change_runs():

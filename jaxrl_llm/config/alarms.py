@@ -23,7 +23,7 @@ ACTIONS = get_args(Action)
 class Alarm(Record):
     """What happens when a watcher fires: nothing, an event, a checkpoint too, or the end."""
 
-    action: Action = "warn"
+    action: Action = "warn"  # when it fires: nothing, a line, a checkpoint too, or the end
 
 
 class Level(Alarm):
@@ -47,7 +47,7 @@ class Times(Alarm):
 class Spike(Times):
     """An alarm at a multiple, where small values never count."""
 
-    least: NotNegative
+    least: NotNegative  # norms up to this never count
 
 
 class AnyLevel(Alarm):
@@ -78,7 +78,7 @@ class AlarmsConfig(Record):
     reward_hacking: Share = Share(threshold=0.2)
     explained_variance: AnyLevel = AnyLevel(threshold=-0.5)  # the critic's: mean of 10 steps below
     host_memory: Level = Level(threshold=0.5)  # grew by this share since the first 20 steps
-    device_memory: Level = Level(threshold=0.5)
+    device_memory: Level = Level(threshold=0.5)  # grew by this share since the first 20 steps
     # The median time of 5 steps over that of the 50 before, and a second longer.
     step_time: Times = Times(threshold=2.0)
 

@@ -77,24 +77,26 @@ class Shared(Online):
     """
 
     loss_scale: Maybe[Count] = None  # the length that seq-mean-token-sum-norm divides by
-    entropy_coef: float = 0.0
-    use_kl_in_reward: bool = False
-    kl_reward_type: KLType = "k1"
+    entropy_coef: float = 0.0  # of the entropy bonus in the loss
+    use_kl_in_reward: bool = False  # subtract the KL to the reference from rewards
+    kl_reward_type: KLType = "k1"  # estimator of the KL in the reward
+    # adaptive moves kl_coef until the KL is kl_target
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = 0.001
-    kl_horizon: Positive = 10000.0  # samples
-    kl_target: Positive = 0.1
-    use_kl_loss: bool = False
-    kl_loss_type: KLType = "low_var_kl"
-    kl_loss_coef: float = 0.001
-    # Importance weights for the gap between sampler and trainer, up to the threshold, or 0 outside
-    # of a band "0.5_2.0". None is 2; with config.max_staleness from 2 on see docs/placement.md.
+    kl_coef: float = 0.001  # of the KL in the reward
+    kl_horizon: Positive = 10000.0  # samples; with more, an adaptive coefficient changes slower
+    kl_target: Positive = 0.1  # the KL that an adaptive coefficient aims at
+    use_kl_loss: bool = False  # add the KL to the reference to the loss
+    kl_loss_type: KLType = "low_var_kl"  # estimator of the KL in the loss
+    kl_loss_coef: float = 0.001  # of the KL in the loss
+    # Importance weights for the gap between sampler and trainer, of tokens or whole responses.
     rollout_is: Maybe[Literal["token", "sequence"]] = None
+    # The largest weight, or a band "0.5_2.0" outside of which weights are 0. null is 2, and with
+    # config.max_staleness from 2 on what docs/placement.md says.
     rollout_is_threshold: Maybe[ImportanceThreshold] = None
-    rollout_is_batch_normalize: bool = False
-    # Rejection rules, e.g. "token_k1,seq_mean_k3"; one threshold for all or one each.
+    rollout_is_batch_normalize: bool = False  # divide the weights by their mean
+    # Rejection rules, e.g. "token_k1,seq_mean_k3".
     rollout_rs: Maybe[RejectionRules] = None
-    rollout_rs_threshold: Maybe[Threshold] = None
+    rollout_rs_threshold: Maybe[Threshold] = None  # of the rules: one for all, or one each
     # The sampler's policy is the old one. The corrections above are then part of the update.
     bypass_mode: bool = False
 
@@ -102,30 +104,33 @@ class Shared(Online):
 class Composed(Shared):
     """An advantage estimator and a policy loss, aggregated over tokens."""
 
-    loss_aggregation: Aggregation = "token-mean"
+    loss_aggregation: Aggregation = "token-mean"  # how the losses of tokens become one number
 
 
 class Clipped(Composed):
     """PPO's clipped policy loss."""
 
-    clip_low: NotNegative = 0.2
-    clip_high: NotNegative = 0.2
-    clip_c: DualClip = 3.0
+    clip_low: NotNegative = 0.2  # ratios are clipped below 1 - clip_low
+    clip_high: NotNegative = 0.2  # ratios are clipped above 1 + clip_high
+    clip_c: DualClip = 3.0  # bound on the ratio where the advantage is negative
 
 
 class PPO(Clipped, kind="ppo"):
     """PPO with a critic: GAE, clipped policy and value losses. arXiv:1707.06347."""
 
-    gamma: Fraction = 1.0
-    lam: Fraction = 1.0
-    cliprange_value: Unbounded = 0.5
+    gamma: Fraction = 1.0  # discount of later rewards
+    lam: Fraction = 1.0  # of GAE: 0 trusts the critic, 1 the returns
+    cliprange_value: Unbounded = 0.5  # how far a value may move from its old one
 
 
 class GRPO(Clipped, kind="grpo"):
-    """GRPO: a sample is compared with the others of its group. arXiv:2402.03300."""
+    """GRPO: a sample is compared with the others of its group. arXiv:2402.03300.
 
-    norm_adv_by_std: bool = True
-    use_kl_loss: bool = True  # as in verl's recipes; the paper aggregates by seq-mean-token-mean
+    The KL in the loss is that of verl's recipes. The paper aggregates by seq-mean-token-mean.
+    """
+
+    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
+    use_kl_loss: bool = True
 
 
 class DrGRPO(Clipped, kind="dr_grpo"):
@@ -144,14 +149,14 @@ class DAPO(GRPO, kind="dapo"):
 class GRPOPassK(Clipped, kind="grpo_passk"):
     """GRPO for pass@k: only the best sample of a group learns. arXiv:2503.19595."""
 
-    norm_adv_by_std: bool = True
+    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
 
 
 class GDPO(Clipped, kind="gdpo"):
     """GDPO: each reward function is standardised by itself. arXiv:2601.05242."""
 
-    reward_weights: Many[float] = ()
-    norm_adv_by_std: bool = True
+    reward_weights: Many[float] = ()  # of the reward functions; empty is 1 each
+    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
 
 
 class RLOO(Clipped, kind="rloo"):
@@ -161,7 +166,7 @@ class RLOO(Clipped, kind="rloo"):
 class ReinforcePlusPlus(Clipped, kind="reinforce_plus_plus"):
     """REINFORCE++: returns whitened over the batch; needs no groups. arXiv:2501.03262."""
 
-    gamma: Fraction = 1.0
+    gamma: Fraction = 1.0  # discount of later rewards
 
 
 class ReinforcePlusPlusBaseline(Clipped, kind="reinforce_plus_plus_baseline"):
@@ -179,97 +184,100 @@ class OPO(Clipped, kind="opo"):
 class OptimalTokenBaseline(Clipped, kind="optimal_token_baseline"):
     """A baseline for each token, from the squared size of its gradient."""
 
-    handle_zero_tail: bool = True
+    handle_zero_tail: bool = True  # no baseline where one sample of a group is left
 
 
 class GroupAdvantage(Composed):
     """A policy loss on the advantages of GRPO."""
 
-    norm_adv_by_std: bool = True
+    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
 
 
 class GSPO(GroupAdvantage, kind="gspo"):
     """GSPO: the ratio of whole responses, clipped tightly. arXiv:2507.18071."""
 
-    clip_low: NotNegative = 0.0003
-    clip_high: NotNegative = 0.0004
+    clip_low: NotNegative = 0.0003  # ratios are clipped below 1 - clip_low
+    clip_high: NotNegative = 0.0004  # ratios are clipped above 1 + clip_high
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
 class CISPO(GroupAdvantage, kind="cispo"):
     """CISPO: clipped importance weights; every token keeps its gradient. arXiv:2506.13585."""
 
-    clip_low: NotNegative = 1.0
-    clip_high: NotNegative = 0.2
+    clip_low: NotNegative = 1.0  # weights are clipped below 1 - clip_low
+    clip_high: NotNegative = 0.2  # weights are clipped above 1 + clip_high
 
 
 class SAPO(GroupAdvantage, kind="sapo"):
     """SAPO: a soft gate instead of the clip. arXiv:2511.20347."""
 
-    tau_pos: Positive = 1.0
-    tau_neg: Positive = 1.05
+    tau_pos: Positive = 1.0  # temperature of the gate where advantages are positive
+    tau_neg: Positive = 1.05  # temperature of the gate elsewhere
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
 class GMPO(GroupAdvantage, kind="gmpo"):
     """GMPO: the geometric mean of a response's ratios. arXiv:2507.20673."""
 
-    clip_low: NotNegative = 0.4
-    clip_high: NotNegative = 0.4
+    clip_low: NotNegative = 0.4  # log-ratios are clipped below -clip_low
+    clip_high: NotNegative = 0.4  # log-ratios are clipped above clip_high
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
 class ClipCov(GroupAdvantage, kind="clip_cov"):
     """Clip-Cov: no gradient for a few tokens of large covariance. arXiv:2505.22617."""
 
-    clip_low: NotNegative = 0.2
-    clip_high: NotNegative = 0.2
-    clip_cov_ratio: Positive = 0.0002
+    clip_low: NotNegative = 0.2  # ratios are clipped below 1 - clip_low
+    clip_high: NotNegative = 0.2  # ratios are clipped above 1 + clip_high
+    clip_cov_ratio: Positive = 0.0002  # share of tokens that lose their gradient
+    # least covariance of such a token
     clip_cov_lb: Annotated[float, UpTo("clip_cov_ub", itself=False)] = 1.0
-    clip_cov_ub: float = 5.0
+    clip_cov_ub: float = 5.0  # largest covariance of such a token
 
 
 class KLCov(GroupAdvantage, kind="kl_cov"):
     """KL-Cov: a penalty on a few tokens of large covariance. arXiv:2505.22617."""
 
-    kl_cov_ratio: Positive = 0.0002
-    ppo_kl_coef: float = 0.1
+    kl_cov_ratio: Positive = 0.0002  # share of tokens with the penalty
+    ppo_kl_coef: float = 0.1  # of the penalty
 
 
 class DPPOTV(GroupAdvantage, kind="dppo_tv"):
     """DPPO: a trust region of total variation for each token. arXiv:2602.04879."""
 
-    divergence_low: NotNegative = 0.2
-    divergence_high: NotNegative = 0.2
-    clip_c: DualClip = 20.0
+    divergence_low: NotNegative = 0.2  # how far a token's probability may fall
+    divergence_high: NotNegative = 0.2  # how far a token's probability may rise
+    clip_c: DualClip = 20.0  # largest ratio that counts
 
 
 class DPPOKL(DPPOTV, kind="dppo_kl"):
     """DPPO: a trust region of KL for each token. arXiv:2602.04879."""
 
-    divergence_low: NotNegative = 0.05
-    divergence_high: NotNegative = 0.05
+    divergence_low: NotNegative = 0.05  # largest KL of a token that became less likely, nats
+    divergence_high: NotNegative = 0.05  # largest KL of a token that became more likely, nats
 
 
 class DRO(GroupAdvantage, kind="dro"):
     """DRO: a quadratic penalty on the log-ratio. arXiv:2405.19107."""
 
-    beta: Positive
+    beta: Positive  # larger holds the policy closer to the old one
 
 
 class GPG(Composed, kind="gpg"):
     """GPG, for one update an iteration: group advantages without a ratio. arXiv:2504.02546."""
 
-    f_norm: Positive = 1.0
+    f_norm: Positive = 1.0  # advantages are divided by it
 
 
 class Pair(Shared, kind="pair"):
     """Any estimator under any policy loss, by verl's names. For other settings take `Custom`."""
 
+    # Estimator of advantages.
     adv_estimator: Literal[
         "gae", "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "optimal_token_baseline",
     ] = "gae"  # fmt: skip
+    # Policy loss.
     loss_mode: Literal[
         "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv",
         "dppo_kl",
@@ -281,17 +289,19 @@ class RejectionSampling(Online, kind="rejection_sampling"):
     """RAFT: supervised learning of the best sample of each group. arXiv:2304.06767."""
 
     threshold: Maybe[float] = None  # the best sample is kept if its reward is above it
+    # how the losses of tokens become one number
     loss_aggregation: CompletionAggregation = "token-mean"
-    use_kl_loss: bool = False
-    kl_loss_type: KLType = "low_var_kl"
-    kl_loss_coef: float = 0.001
+    use_kl_loss: bool = False  # add the KL to the reference to the loss
+    kl_loss_type: KLType = "low_var_kl"  # estimator of the KL in the loss
+    kl_loss_coef: float = 0.001  # of the KL in the loss
 
 
 class FromTeacher(Online):
     """On-policy distillation."""
 
+    # how the losses of tokens become one number
     loss_aggregation: CompletionAggregation = "token-mean"
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the entropy bonus in the loss
 
 
 class Distillation(FromTeacher, kind="distillation"):
@@ -299,9 +309,9 @@ class Distillation(FromTeacher, kind="distillation"):
 
     # k1 makes the log-ratio an advantage under PPO's clipped loss. Other estimates are the loss.
     kl_type: KLType = "k1"
-    clip_low: NotNegative = 0.2
-    clip_high: NotNegative = 0.2
-    clip_c: DualClip = 3.0
+    clip_low: NotNegative = 0.2  # ratios are clipped below 1 - clip_low
+    clip_high: NotNegative = 0.2  # ratios are clipped above 1 + clip_high
+    clip_c: DualClip = 3.0  # bound on the ratio where the advantage is negative
 
 
 class DistillationTopK(FromTeacher, kind="distillation_top_k"):
@@ -318,7 +328,7 @@ class SFT(Offline, kind="sft"):
 class PairwiseRewardModel(Offline, kind="reward_model"):
     """A scalar model on preference pairs; `center` draws the scores to 0. arXiv:2203.02155."""
 
-    center: NotNegative = 0.0
+    center: NotNegative = 0.0  # coefficient of the squared sum of a pair's scores
 
 
 class RewardRegression(Offline, kind="reward_regression"):
@@ -329,46 +339,47 @@ class DPO(Offline, kind="dpo"):
     """DPO and its forms (`algorithms/preference_losses.py`). arXiv:2305.18290."""
 
     beta: Positive = 0.1  # larger holds the policy closer to its reference
+    # shape of the loss
     form: Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid_norm"] = "sigmoid"
-    label_smoothing: Smoothing = 0.0
+    label_smoothing: Smoothing = 0.0  # share of pairs that count as labelled wrongly
     sft_coef: float = 0.0  # of the mean negative log-likelihood of the chosen completions
 
 
 class IPO(Offline, kind="ipo"):
     """IPO: the log-ratio gap is drawn to 1 / (2 beta). arXiv:2310.12036."""
 
-    beta: Positive = 0.1
+    beta: Positive = 0.1  # larger holds the policy closer to its reference
 
 
 class KTO(Offline, kind="kto"):
     """KTO: completions labelled good or bad; pairs are taken apart. arXiv:2402.01306."""
 
-    beta: Positive = 0.1
-    desirable_weight: NotNegative = 1.0
-    undesirable_weight: NotNegative = 1.0
+    beta: Positive = 0.1  # larger holds the policy closer to its reference
+    desirable_weight: NotNegative = 1.0  # of the loss on good completions
+    undesirable_weight: NotNegative = 1.0  # of the loss on bad completions
 
 
 class ORPO(Offline, kind="orpo"):
     """ORPO: likelihood of the chosen row and `beta` times an odds ratio. arXiv:2403.07691."""
 
-    beta: Positive = 0.1
+    beta: Positive = 0.1  # of the odds-ratio term
 
 
 class SimPO(Offline, kind="simpo"):
     """SimPO: mean log-probs of a pair must differ by `gamma`; no reference. arXiv:2405.14734."""
 
-    beta: Positive = 2.0
-    gamma: float = 1.0
-    label_smoothing: Smoothing = 0.0
-    sft_coef: float = 0.0
+    beta: Positive = 2.0  # scale of the mean log-probs
+    gamma: float = 1.0  # margin between the scaled log-probs of a pair
+    label_smoothing: Smoothing = 0.0  # share of pairs that count as labelled wrongly
+    sft_coef: float = 0.0  # of the mean negative log-likelihood of the chosen completions
 
 
 class CPO(Offline, kind="cpo"):
     """CPO: DPO without a reference, and a likelihood of the chosen. arXiv:2401.08417."""
 
-    beta: Positive = 0.1
-    form: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    label_smoothing: Smoothing = 0.0
+    beta: Positive = 0.1  # scale of the log-probs
+    form: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # shape of the loss
+    label_smoothing: Smoothing = 0.0  # share of pairs that count as labelled wrongly
     cpo_alpha: NotNegative = 1.0  # of the likelihood of the chosen
 
 

@@ -75,49 +75,51 @@ class Grader(Kind):
 class ExactAnswer(Grader, kind="exact_answer"):
     """`score` for the completion, or the last number in it, that equals the ground truth."""
 
+    # what is compared: the whole completion, or its last number
     extract: Literal["whole", "last_number"] = "last_number"
-    score: float = 1.0
+    score: float = 1.0  # of a right answer
 
 
 class GSM8K(Grader, kind="gsm8k"):
     """verl's GSM8K reward."""
 
+    # strict wants #### before the answer; flexible takes the last number
     method: Literal["strict", "flexible"] = "strict"
-    format_score: float = 0.0
-    score: float = 1.0
+    format_score: float = 0.0  # of a wrong answer in the right format
+    score: float = 1.0  # of a right answer
 
 
 class MathAnswer(Grader, kind="math_answer"):
     r"""`score` for the last \boxed{} that equals the ground truth as mathematics."""
 
-    score: float = 1.0
+    score: float = 1.0  # of a right answer
     seconds: Count = 5  # of parsing, and of comparing; below reward.timeout_s
 
 
 class FormatMatch(Grader, kind="format_match"):
     """`reward` where a regular expression matches the completion."""
 
-    pattern: Pattern
-    whole: bool = True
-    reward: float = 1.0
-    otherwise: float = 0.0
+    pattern: Pattern  # a regular expression
+    whole: bool = True  # it must match the whole completion, not a part
+    reward: float = 1.0  # where it matches
+    otherwise: float = 0.0  # where it does not match
 
 
 class LengthRange(Grader, kind="length_range"):
     """`reward` from `minimum` to `maximum` tokens; it falls to 0 over `width` outside."""
 
-    maximum: Whole
-    minimum: Annotated[Whole, UpTo("maximum")] = 0
-    width: Whole = 0
-    reward: float = 1.0
+    maximum: Whole  # most tokens of a full reward
+    minimum: Annotated[Whole, UpTo("maximum")] = 0  # fewest tokens of a full reward
+    width: Whole = 0  # tokens over which the reward falls to 0
+    reward: float = 1.0  # inside of the range
 
 
 class OverlongPenalty(Grader, kind="overlong_penalty"):
     """DAPO's penalty for the last `buffer` tokens before `max_length`."""
 
-    max_length: Count
-    buffer: Annotated[Count, UpTo("max_length")]
-    penalty: float = 1.0
+    max_length: Count  # tokens at which the penalty is whole
+    buffer: Annotated[Count, UpTo("max_length")]  # tokens before max_length over which it grows
+    penalty: float = 1.0  # at max_length, subtracted
 
 
 class Code(Grader, kind="code"):
@@ -126,7 +128,7 @@ class Code(Grader, kind="code"):
     scoring: Literal["all", "share"] = "all"  # share: the part of the tests that pass
     case_s: Seconds = 10.0  # seconds of a test
     total_s: Seconds = 25.0  # of all tests of a row; below reward.timeout_s
-    memory_mb: Count = 1024
+    memory_mb: Count = 1024  # memory of a test, MB
     limits_only: bool = False  # without namespaces: for machines that forbid them
 
 
@@ -134,12 +136,12 @@ class Judge(Grader, kind="judge"):
     """The score that a language model behind an OpenAI-compatible server gives."""
 
     url: Address  # before /chat/completions: http://127.0.0.1:8000/v1
-    model: str
+    model: str  # name of the model on the server
     template: JudgeTemplate = JUDGE_TEMPLATE  # with {question}, {response} and {ground_truth}
     pattern: JudgePattern = JUDGE_PATTERN  # its one group is the score; the last match counts
     scale: Positive = 10.0  # the score that becomes a reward of 1
-    temperature: NotNegative = 0.0
-    max_tokens: Count = 512
+    temperature: NotNegative = 0.0  # of the judge's sampling
+    max_tokens: Count = 512  # most tokens of a judge's answer
     concurrency: Processes = 32  # requests at a time, of each worker
     retries: Whole = 4  # after a first failure, with a growing pause
     request_s: Seconds = 60.0  # of one request; total_s ends it sooner

@@ -145,9 +145,9 @@ class DataConfig(Record):
 
     # .parquet, .jsonl, .csv, globs, Hugging Face folders, FOLDER#SPLIT, or hf://OWNER/NAME#SPLIT
     train_files: Many[str] = ()
-    val_files: Many[str] = ()
-    train_tasks: Many[TaskSettings] = ()
-    val_tasks: Many[TaskSettings] = ()
+    val_files: Many[str] = ()  # held-out rows, named in the same way
+    train_tasks: Many[TaskSettings] = ()  # generated problems, in addition to files
+    val_tasks: Many[TaskSettings] = ()  # held-out generated problems
     # Rows of a Python program, before those of files and tasks: docs/library.md.
     train_rows: Rows = None
     val_rows: Rows = None
@@ -163,9 +163,10 @@ class DataConfig(Record):
     val_batch_size: Count = 512  # prompts a validation call
     max_prompt_length: Count = 512  # tokens
     max_response_length: Count = 512  # tokens
+    # of too long prompts or rows: refuse them, or cut a side
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    filter_overlong_prompts: bool = False
-    shuffle: bool = True
+    filter_overlong_prompts: bool = False  # leave out prompts over max_prompt_length
+    shuffle: bool = True  # a new order of rows in each epoch
     # Online: draw prompts by their earlier scores, instead of in shuffled epochs.
     priority: Maybe[PrioritySettings] = None
     priority_uniform: Fraction = 0.1  # share of the draws that is uniform
@@ -188,15 +189,15 @@ class DataConfig(Record):
 class OptimizerConfig(Record):
     """AdamW with a global-norm clip and a schedule over optimizer steps."""
 
-    learning_rate: NotNegative = 1e-6
+    learning_rate: NotNegative = 1e-6  # its peak, after the warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    warmup_steps: Whole = 0
+    warmup_steps: Whole = 0  # in which the learning rate rises
     total_steps: Whole = 0  # where linear and cosine end; 0 takes the run's own number
-    min_learning_rate_ratio: Fraction = 0.0
-    b1: BelowOne = 0.9
-    b2: BelowOne = 0.999
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.01
+    min_learning_rate_ratio: Fraction = 0.0  # last learning rate over learning_rate
+    b1: BelowOne = 0.9  # decay of AdamW's first moment
+    b2: BelowOne = 0.999  # decay of AdamW's second moment
+    eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.01  # AdamW's decay, times the learning rate
     max_grad_norm: Unbounded = 1.0  # inf never clips
     moment_dtype: DType = "float32"  # bfloat16 halves the state; updates are stochastically rounded
     offload: bool = False  # optimizer state in CPU memory: 8 bytes a parameter less, slower steps
@@ -206,6 +207,7 @@ class ModelSettings(Record):
     """A role's model: a directory to import, or a Hugging Face config to initialise at random."""
 
     path: str = ""  # Hugging Face directory, checkpoint or run folder; empty builds hf_config
+    # Sizes of a model with random weights, as in config.json.
     hf_config: FreeDict = field(default_factory=dict)
     tensor: Whole = 0  # its own tensor size on the same devices; 0 takes mesh.tensor
     dtype: DType = "float32"  # of computation
@@ -255,16 +257,16 @@ class ActorConfig(AdaptedSettings):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_mini_batch_size: Count = 128  # prompts an optimizer step
-    ppo_epochs: Count = 1
+    ppo_epochs: Count = 1  # passes over the samples of an iteration
     # Draw mini-batches of samples, the critic's too, in each epoch. False keeps prompts whole.
     shuffle: bool = False
     micro_batch_size: Whole = 0  # samples per device and forward pass; 0 takes the whole mini-batch
     # Samples are packed into rows of so many tokens a device and pass; 0 pads each in its own row
     micro_batch_tokens: Whole = 0
     share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
-    # Of experts, in the warm-up too: coefficients of load balance (as transformers) and z-loss.
+    # Of experts, in the warm-up too: coefficient of the load-balance loss, as in transformers.
     router_aux_loss_coef: NotNegative = 0.0
-    router_z_loss_coef: NotNegative = 0.0
+    router_z_loss_coef: NotNegative = 0.0  # of experts: coefficient of the routers' z-loss
     # The mean over layers instead of transformers' formula, in which loads of layers cancel.
     router_aux_loss_by_layer: bool = False
     # Step of the bias that balances experts of a sigmoid router without a loss. DeepSeek-V3: 0.001.
@@ -275,21 +277,21 @@ class CriticConfig(AdaptedSettings):
     """The value model. An empty path starts it from the actor's weights, after the warm-up."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
-    ppo_epochs: Count = 1
-    micro_batch_size: Whole = 0
-    micro_batch_tokens: Whole = 0
-    share_prompts: bool = True
+    ppo_epochs: Count = 1  # passes over the samples of an iteration
+    micro_batch_size: Whole = 0  # samples per device and forward pass; 0 takes the mini-batch
+    micro_batch_tokens: Whole = 0  # tokens of a packed row; 0 pads each sample
+    share_prompts: bool = True  # packed: a prompt of several samples is in a row once
     warmup_steps: Whole = 0  # iterations in which only it learns; verl's critic_warmup less 1
 
 
 class SupervisedConfig(Record):
     """A supervised training: the SFT warm-up, the reward model's or the teacher's."""
 
-    steps: Whole = 100
+    steps: Whole = 100  # optimizer steps; 0 skips the training
     batch_size: Count = 256  # rows an optimizer step
     micro_batch_size: Whole = 0  # rows a device and forward pass; 0 takes the whole batch
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
-    files: Many[str] = ()
+    files: Many[str] = ()  # training rows, as in data.train_files
     tasks: Many[TaskSettings] = ()  # empty files and tasks take the run's training data
     eval_every: Whole = 0  # steps between held-out evaluations; 0 only at the end
     stop_at: Fraction = 0.0  # end early once held-out accuracy reaches this; 0 never
@@ -330,15 +332,15 @@ class ExtraModelConfig(ModelSettings):
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: RoleName
-    kind: Literal["scalar", "causal_lm"] = "scalar"
+    name: RoleName  # of the role, and in the names of its fields
+    kind: Literal["scalar", "causal_lm"] = "scalar"  # what it computes: scores or log-probs
     weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
 
 
 class FilterGroupsConfig(Record):
     """Dynamic sampling (DAPO): replace groups whose samples all got the same reward."""
 
-    enable: bool = False
+    enable: bool = False  # replace groups of equal scores
     metric: str = "score"  # what must vary: the score, or the name of a reward function
     max_num_gen_batches: Count = 10  # rounds of generation an iteration
     shortage: Literal["error", "fill"] = "error"  # after the last: stop, or take what there is
@@ -348,10 +350,10 @@ class RolloutConfig(Record):
     """Generation for training."""
 
     n: Count = 1  # samples a prompt
-    temperature: Temperature = 1.0
+    temperature: Temperature = 1.0  # of sampling; 0 is greedy
     top_k: Whole = 0  # 0 is off
-    top_p: Probability = 1.0
-    min_p: Fraction = 0.0
+    top_p: Probability = 1.0  # sample from the likeliest tokens of this probability; 1 is off
+    min_p: Fraction = 0.0  # least probability over that of the likeliest token; 0 is off
     # Sequences decoded at once a replica; 0 takes all of its samples, and 8 at least on a GPU.
     num_slots: Whole = 0
     # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
@@ -377,12 +379,12 @@ class SourceGrader(Record):
 class ValidationConfig(Record):
     """Held-out evaluation: greedy by default."""
 
-    before_train: bool = True
+    before_train: bool = True  # evaluate before the first step
     every: Whole = 20  # steps; 0 only before and after
-    n: Count = 1
-    temperature: NotNegative = 0.0
-    top_p: Probability = 1.0
-    grader: RewardFunction = ExactAnswer()
+    n: Count = 1  # answers a prompt
+    temperature: NotNegative = 0.0  # of sampling; 0 is greedy
+    top_p: Probability = 1.0  # sample from the likeliest tokens of this probability; 1 is off
+    grader: RewardFunction = ExactAnswer()  # scores held-out answers
     graders: Many[SourceGrader] = ()  # of data sources with a grader of their own
     generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
 
@@ -390,7 +392,7 @@ class ValidationConfig(Record):
 class RewardConfig(Record):
     """Reward functions and how they are run."""
 
-    functions: Many[RewardFunction] = ()
+    functions: Many[RewardFunction] = ()  # graders of ours and functions of yours; scores are added
     weights: Many[float] = ()  # empty is 1 each
     num_workers: Processes = 2  # processes for user functions
     timeout_s: Seconds = 30.0  # a call
@@ -407,8 +409,8 @@ class RewardConfig(Record):
 class PhaseConfig(Record):
     """Another algorithm for the first steps of an online run."""
 
-    algorithm: AlgorithmSettings
-    steps: Count
+    algorithm: AlgorithmSettings  # what the policy learns by in these steps
+    steps: Count  # how many; they are part of total_steps
 
 
 class LogConfig(Record):
@@ -416,11 +418,11 @@ class LogConfig(Record):
 
     console_every: Whole = 1  # steps between progress lines
     samples_every: Whole = 20  # steps between tables of samples; 0 never
-    num_samples: Whole = 4
+    num_samples: Whole = 4  # rows of a table of samples
     tensorboard: bool = True  # files for it; `pip install tensorboard` shows them
     # wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md
     trackers: Many[str] = ()
-    trace: bool = True
+    trace: bool = True  # write samples as JSON lines to <run_dir>/trace
     trace_details: Whole = 16  # samples of a step whose advantages etc. are traced by token
     report: bool = True  # <run_dir>/report.html, written again while the run goes on
     communication_every: Whole = 100  # steps between tables of what devices exchange; 0 never
@@ -435,11 +437,11 @@ class ProfileConfig(Record):
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
-    keep_latest: Count = 2
+    keep_latest: Count = 2  # how many of the latest stay
     keep_best: Whole = 1  # by best_metric
     # "-eval_loss": smaller is better. Empty is the validation reward, or the held-out loss.
     best_metric: str = ""
-    asynchronous: bool = True
+    asynchronous: bool = True  # write to disk while the run goes on
     # Weights are not saved once their norm is so many times that of the start.
     max_growth: Unbounded = 100.0
     # Save and end with code 130 by 2026-11-25T18:00, +3h50m from the start, or $SLURM_JOB_END_TIME.
@@ -449,8 +451,9 @@ class CheckpointConfig(Record):
 class WatchdogConfig(Record):
     """Ends a run that stands still, so that a launcher starts it again."""
 
-    # A stage may take ten times its longest within these; at first the ceiling. 0 there is off.
+    # A stage that ran twice may take ten times its longest, and at least this.
     floor_minutes: Annotated[float, Gt(0), Le(1e6)] = 1.5
+    # The most that a stage may take, and the limit of its first runs. 0 is off.
     ceiling_minutes: Annotated[float, Ge(0), Le(1e6)] = 60.0
 
 
@@ -472,10 +475,10 @@ Group = Annotated[NodeGroup, BeforeValidator(_group)]
 class Config(Record):
     """A whole run."""
 
-    name: PathText = "run"
-    seed: Whole = 0
+    name: PathText = "run"  # name of the run, and by default of its folder
+    seed: Whole = 0  # of weights, order of data, and sampling
     run_dir: PathText = ""  # empty is runs/<name>
-    total_steps: Whole = 100
+    total_steps: Whole = 100  # steps of the run
     save_every: Whole = 50  # steps; 0 only at the end
     resume: str = "auto"  # auto | never | the path of a checkpoint
     mesh: MeshConfig = MeshConfig()
@@ -492,16 +495,16 @@ class Config(Record):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmSettings = PPO()
+    algorithm: AlgorithmSettings = PPO()  # How the policy learns: docs/algorithms.md
     # Before `algorithm`, in turn, each for its part of `total_steps`: docs/algorithms.md
     phases: Many[PhaseConfig] = ()
     # Offline: the reference model's log-probs once, before the first step.
     precompute_reference: bool = False
     reward: RewardConfig = RewardConfig()
     teacher: Maybe[TeacherConfig] = None  # of distillation
-    # Your own models and stages (docs/add-a-stage.md). The function of a stage returns it.
+    # Your own models: docs/add-a-stage.md.
     models: Many[ExtraModelConfig] = ()
-    stages: Many[OwnFunction] = ()
+    stages: Many[OwnFunction] = ()  # functions that return your stages: docs/add-a-stage.md
     validation: ValidationConfig = ValidationConfig()
     warmup: Maybe[SupervisedConfig] = None  # SFT of the actor before RL; 0 steps are none
     log: LogConfig = LogConfig()

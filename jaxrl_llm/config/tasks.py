@@ -21,8 +21,8 @@ class Priority(Kind):
 class FailureRate(Priority, kind="failure_rate"):
     """1 - p, p the success rate; `low` and `high` score a wrong and a right answer."""
 
-    low: Annotated[float, UpTo("high", itself=False)] = 0.0
-    high: float = 1.0
+    low: Annotated[float, UpTo("high", itself=False)] = 0.0  # score of a wrong answer
+    high: float = 1.0  # score of a right answer
 
 
 class Learnability(FailureRate, kind="learnability"):
@@ -51,22 +51,22 @@ class Task(Kind):
 class ChainSum(Task, kind="chain_sum"):
     """Sums and differences in a row: `7+2-5=`."""
 
-    num_terms: Annotated[int, Ge(2), Le(100)] = 3
-    num_digits: Digits = 1
-    operators: Literal["+", "-", "+-"] = "+-"
+    num_terms: Annotated[int, Ge(2), Le(100)] = 3  # numbers of a problem
+    num_digits: Digits = 1  # digits of each number
+    operators: Literal["+", "-", "+-"] = "+-"  # signs between the numbers
 
 
 class Products(Task, kind="products"):
     """Products of two numbers: `12*7=`."""
 
-    first_digits: Digits = 1
-    second_digits: Digits = 1
+    first_digits: Digits = 1  # digits of the first number
+    second_digits: Digits = 1  # digits of the second number
 
 
 class SpellBackward(Task, kind="spell_backward"):
     """Strings of lower-case letters to be reversed: `abcd=` gives `dcba`."""
 
-    num_letters: Annotated[int, Ge(1), Le(100)] = 4
+    num_letters: Annotated[int, Ge(1), Le(100)] = 4  # letters of a string
 
 
 TASKS = kinds_of(Task)

@@ -83,12 +83,16 @@ class Key(NamedTuple):
     comment: str
 
 
-def keys_of(cls: type[Record], prefix: str = "", instance: Record | None = None) -> list[Key]:
+def keys_of(
+    cls: type[Record], prefix: str = "", instance: Record | None = None, about: str = ""
+) -> list[Key]:
     """The keys of a record and of the records in it, in order.
 
-    Defaults are those of `instance`, where the record that holds it changes some.
+    Defaults are those of `instance`, where the record that holds it changes some. A key without a
+    comment has that of the nearest base class, or `about`: that of the field with the record.
     """
     found: list[Key] = []
+    written = [comments(base) for base in cls.__mro__ if issubclass(base, Record)]
     for name, entry in fields_of(cls).items():
         key = f"{prefix}{name}"
         if key in GIVEN or entry.exclude:
@@ -96,13 +100,12 @@ def keys_of(cls: type[Record], prefix: str = "", instance: Record | None = None)
         required = instance is None and entry.is_required()
         default = entry.get_default(call_default_factory=True)
         value = default if instance is None else getattr(instance, name)
+        comment = next((texts[name] for texts in written if texts.get(name)), about)
         if isinstance(value, Record) and not isinstance(value, Kind):
-            found += keys_of(type(value), f"{key}.", value)
+            found += keys_of(type(value), f"{key}.", value, comment)
             continue
-        # The comment of the nearest class that declares the field.
-        own = next(declared for declared in map(comments, cls.__mro__) if name in declared)
         kind = type_name(entry.annotation, entry.metadata)
-        found.append(Key(key, kind, "" if required else _shown(value), own[name]))
+        found.append(Key(key, kind, "" if required else _shown(value), comment))
     return found
 
 

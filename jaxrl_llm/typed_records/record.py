@@ -140,8 +140,8 @@ class Custom(Kind, kind="custom"):
     Settings are the function's keyword-only parameters. They are checked when it is loaded.
     """
 
-    path: str
-    settings: FreeDict = field(default_factory=dict)
+    path: str  # file.py:name or package.module:name
+    settings: FreeDict = field(default_factory=dict)  # keyword-only parameters of the function
     offline: bool = False  # for an algorithm: it returns an OfflineAlgorithm
 
     @property

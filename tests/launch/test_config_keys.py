@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from jaxrl_llm.config import Config, RewardConfig, RewardModelConfig, SupervisedConfig
-from jaxrl_llm.config.algorithms import ALGORITHMS
+from jaxrl_llm.config import AlarmsConfig, Config, RewardConfig, RewardModelConfig, SupervisedConfig
+from jaxrl_llm.config.algorithms import ALGORITHMS, Clipped
 from jaxrl_llm.launch.config_keys import GIVEN, comments, help_text, page, sections
 from jaxrl_llm.typed_records.record import Record
 from jaxrl_llm.typed_records.tree import entries, every
@@ -44,6 +44,19 @@ def test_comments_are_those_of_the_source():
     assert above in of_page
     for kind in ALGORITHMS:
         assert f"### algorithm = {kind.kind}\n" in of_page, kind.kind
+
+
+def test_every_key_has_a_meaning():
+    assert [key.name for _, _, keys in sections() for key in keys if not key.comment] == []
+
+
+def test_a_key_without_a_comment_has_that_of_its_base_or_of_the_record():
+    meanings = {key.name: key.comment for _, _, keys in sections() for key in keys}
+    assert meanings["alarms.kl.threshold"] == comments(AlarmsConfig)["kl"]
+    of_dapo = next(keys for title, _, keys in sections() if title == "algorithm = dapo")
+    assert {key.name: key.comment for key in of_dapo}["algorithm.clip_high"] == (
+        comments(Clipped)["clip_high"]
+    )
 
 
 def test_help_fits_a_terminal():

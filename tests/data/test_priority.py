@@ -94,7 +94,7 @@ def test_the_memory_by_hand():
     second = [prompt.row for prompt in priority.draw(4)]
     priority.update(4, np.array([0, 0, 0, 1, 1, 1, 0, 0], np.float32))
     (last,) = {0, 1, 2} - set(first)
-    # Of the two that were visited the likelier one, or the other, was drawn beside the new one.
+    # Of the two that were visited the likelier one, or the other, was drawn with the new one.
     assert second[0] == last and second[1] in first
     other = sum(first) - second[1]
     metrics = priority.metrics(6)

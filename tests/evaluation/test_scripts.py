@@ -468,7 +468,7 @@ def test_help_is_the_docstring(script, without_jax):
 
 def test_a_role_that_is_not_there_is_named(checkpoint, tmp_path):
     copy = tmp_path / "checkpoints" / checkpoint.name
-    shutil.copytree(checkpoint, copy)  # without the frozen roles beside it
+    shutil.copytree(checkpoint, copy)  # without the frozen roles next to it
     with pytest.raises(
         ValueError, match="no role 'reference'; it has actor, critic, so --role=actor"
     ):

@@ -300,7 +300,7 @@ def test_a_free_slot_is_refilled_at_once():
     sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(1, 2, 5))
     sizes = rows_of(1, P, 2)
     output = run(tokens, lengths, ids, num_slots=8, sampling=sampling, prefill=sizes)
-    assert output.stalled_slot_steps == 0  # no prefilled sample beside a free slot
+    assert output.stalled_slot_steps == 0  # no prefilled sample waits while a slot is free
     assert output.live_slot_steps == output.mask.sum()  # a step for every token
     assert output.prefills == len(packed_by_hand(lengths, sizes)[0]) < 24
     # With no slot idle while prompts were pending, only the last eight can leave slots free.
@@ -312,7 +312,7 @@ def test_on_a_gpu_a_single_prompt_is_decoded_among_eight_slots(monkeypatch):
     tokens, lengths, ids = prompts(1)
     alone = run(tokens, lengths, ids, num_slots=0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    # The settings differ from those above and so are traced anew.
+    # The settings differ from those above, so they are traced again.
     output = run(tokens, lengths, ids, num_slots=0, attention="xla")
     assert_same_tokens(output, alone)
     assert output.slot_steps == 8 * output.steps and output.steps == alone.slot_steps

@@ -1,4 +1,4 @@
-"""Writes the golden logits of tiny random models, one .npz a case, beside this file.
+"""Writes the golden logits of tiny random models, one .npz a case, next to this file.
 
     python tests/golden/make_goldens.py [CASE ...]
 

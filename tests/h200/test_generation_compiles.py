@@ -181,7 +181,7 @@ def test_no_large_copy(text, decode_bodies):
 
 
 def test_large_copies_are_seen():
-    """Those that are a copy, that a fusion ends in, and that run beside others."""
+    """Those that are a copy, that a fusion ends in, and that run in parallel with others."""
     shape, small = "bf16[1024,512]{1,0}", "bf16[1024,511]{1,0}"
     found = {
         "fused": [f"%p = {shape} parameter(0)", f"ROOT %c = {shape} copy(%p)"],

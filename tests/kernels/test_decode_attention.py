@@ -374,7 +374,7 @@ def test_no_race_between_tile_jobs(
 ):
     """A CTA's loads for its next tile job do not meet reads of the one before.
 
-    Slots' own queries as rows, as columns beside rows, and as columns alone. The interpreter does
+    Slots' own queries as rows, as columns with rows, and as columns alone. The interpreter does
     not model the waits for stores and the fences before them, so none of those is tested here.
     """
     few_ctas(monkeypatch)

@@ -27,7 +27,7 @@ ALIASES = {
     ).split()
 }
 KINDS = {cls.kind: cls for cls in ALGORITHMS}
-# What each asks for beside GRPO's: no critic, no reference, no greedy rollout.
+# What each asks for in addition to GRPO's: no critic, no reference, no greedy rollout.
 ADDED = {
     "ppo": {"values", "update_critic"},
     "grpo": {"ref"},

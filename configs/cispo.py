@@ -15,8 +15,8 @@ from jaxrl_llm.configs.grpo import get_config as grpo_config
 def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
     base = grpo_config()
-    # Nothing clips a gradient here: at GRPO's learning rate the run goes up and down, and ends at
-    # 0.83 after 200 steps; with a bound of 4.0 on the weights it does not learn.
+    # Nothing clips a gradient here. At GRPO's learning rate the run goes up and down, and ends at
+    # 0.83 after 200 steps. With a bound of 4.0 on the weights it does not learn.
     optimizer = replace(base.actor.optimizer, learning_rate=1e-4)
     return replace(
         base,

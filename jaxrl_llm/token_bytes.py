@@ -23,7 +23,7 @@ def bytes_of_tokens(tokenizer: Any) -> list[bytes]:
     """The bytes of each id of a tokenizer of transformers; special tokens have none.
 
     Guarantees: the bytes of consecutive tokens, joined, are the text that `decode` gives without
-        special tokens; a space that it drops at the very beginning is kept.
+        special tokens. A space that it drops at the very beginning is kept.
     Raises: UnknownBytes for a tokenizer of another kind.
     """
     if not getattr(tokenizer, "is_fast", False):

@@ -31,8 +31,7 @@ from jaxrl_llm.numerics import round_by_chance
 ADAPTER = "adapter"  # the part of a module's parameters that is its adapter
 MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
 DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
-# Of two modules of one tensor that share A, the one that has it in the parameters, or whose own
-# is that of a third.
+# Maps a module to the module that owns its shared A.
 SHARED_WITH = {"q": "k", "v": "k", "k": "gate", "up": "gate", "rate": "decay"}
 HEAD = "score"  # of a scalar model: it learns in full
 

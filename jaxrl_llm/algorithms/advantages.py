@@ -95,9 +95,9 @@ def reinforce_plus_plus(
     A_t = (G_t - mean) / sqrt(var + 1e-8), G_t = r_t + gamma G_{t+1}. The returns are G_t.
 
     It needs no critic and no groups. The mean of the batch is the only baseline, so prompts of
-    unequal difficulty add variance: with several samples a prompt, prefer an estimator of groups.
-    The paper puts the KL into the reward. Hu 2025, arXiv:2501.03262. Raises ValueError unless
-    gamma is between 0 and 1.
+    unequal difficulty add variance. With several samples a prompt, prefer an estimator of groups.
+    The paper puts the KL into the reward. Hu 2025, arXiv:2501.03262. Raises ValueError unless gamma
+    is between 0 and 1.
     """
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")

@@ -269,9 +269,9 @@ def _deviation(
 ) -> tuple[Array, Array, Array]:
     """(x - mean, unbiased std, size) of each sample's group, over the samples in `counts`.
 
-    Guarantees: the order of samples does not matter; x - mean is exactly 0 where all are equal.
-    For that the mean is taken of differences to the maximum: in float32 the mean of three times
-    0.7 is not 0.7, and a rounding error divided by a tiny std is large.
+    Guarantees: the order of samples does not matter; x - mean is exactly 0 where all are equal. For
+    that the mean is taken of differences to the maximum. In float32 the mean of three times 0.7 is
+    not 0.7, and a rounding error divided by a tiny std is large.
     """
     same = _same_group(group_ids) & counts[None, :]
     size = same.sum(axis=1, dtype=jnp.float32)

@@ -29,7 +29,7 @@ def weights_of_stale_samples(
 
     Truncated at 2, verl's default, tokens that the policy has since learned to like lose much of
     their gradient. With samples that are four updates old that costs more than the variance of
-    larger weights, and weights of whole responses learn best; docs/placement.md has the runs. Those
+    larger weights, and weights of whole responses learn best. docs/placement.md has the runs. Those
     runs have short responses: the variance of whole ones grows with their length.
     """
     if max_staleness < 2:

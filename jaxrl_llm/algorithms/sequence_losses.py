@@ -29,9 +29,9 @@ def gspo(
     loss = max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))
 
     At token t the ratio has the value s and the gradient of s logprobs_t, so advantages may differ
-    between tokens. s stays near 1, so the bounds are small: the defaults are the paper's. The
-    paper averages over the tokens of a response first: use seq-mean-token-mean. Zheng et al. 2025,
-    arXiv:2507.18071. Raises ValueError for a negative bound.
+    between tokens. The value s stays near 1, so the bounds are small. The defaults are the paper's.
+    The paper averages over the tokens of a response first: use seq-mean-token-mean. Zheng et al.
+    2025, arXiv:2507.18071. Raises ValueError for a negative bound.
     """
     if clip_low < 0.0 or clip_high < 0.0:
         raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")

@@ -210,7 +210,7 @@ def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
     """Small arrays on the host, so that no program is compiled for each of their shapes.
 
     The others all at once where they are in the memory of one device: the host waits once for them.
-    Otherwise one by one: an array in host memory needs room on a device, and many programs of small
+    Otherwise one by one. An array in host memory needs room on a device. Many programs of small
     collectives at the same time can use up the threads of a CPU.
     """
     at_once = all(map(_is_in_one_device, arrays))

@@ -68,7 +68,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 Leaf = tuple[str, ...]  # path of a parameter
 _LOST_EXPERTS = ("qwen3_5_moe_text",)  # families whose experts PEFT 0.21.2 does not join
-# Of a layer of experts in one tensor: PEFT's module of the first is inside that of the second.
+# PEFT nests the module of `gate_up_proj` inside that of `down_proj`.
 _STACKS, _INNER = ("gate_up_proj", "down_proj"), ".base_layer"
 
 

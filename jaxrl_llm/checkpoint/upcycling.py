@@ -1,6 +1,6 @@
 """A mixture of experts from a dense model: each expert of a layer begins as its MLP.
 
-Sparse upcycling (arXiv:2212.05055), in the form that computes what the dense model does: the
+Sparse upcycling (arXiv:2212.05055), in the form that computes what the dense model does. The
 weights of a token's experts add up to 1, and the experts are equal.
 """
 

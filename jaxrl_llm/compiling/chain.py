@@ -18,9 +18,9 @@ from jaxrl_llm.compiling.ahead import CompileJob, Compilers, Link, Run
 class Chain:
     """What `jax.jit` of `whole` is, for a function that is cut.
 
-    `begin`, those of `middle` and `end` take the arguments of `whole`. `begin` returns what each
-    of `middle` reads (kept), and what each of them replaces (passed and moved, which is donated).
-    `middle` also takes these three, and `end` what is passed.
+    `begin`, those of `middle` and `end` take the arguments of `whole`. `begin` returns three values
+    for `middle`: kept is only read. Passed and moved are replaced by each, and moved is donated.
+    `middle` also takes these three, and `end` takes passed.
     """
 
     def __init__(

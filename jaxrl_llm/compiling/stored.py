@@ -121,9 +121,9 @@ class StoredPrograms:
     def bound(self) -> None:
         """Delete executables that were not used for longest, down to a size.
 
-        The size is `jax_compilation_cache_max_size` where that is set. The names that starts keep
-        of deleted ones go too, and what writers left that were killed. Errors of the disk end no
-        run, and several processes may do it at the same time.
+        The size is `jax_compilation_cache_max_size` where that is set. It also deletes lists of
+        deleted files and files of killed writers. Errors of the disk end no run. Several processes
+        may do it at the same time.
         """
         if self._folder is None:
             return
@@ -180,9 +180,10 @@ class Start:
 
 
 def start_of(*known: Any) -> Start:
-    """The start of what `known` describes in JSON's types, by that, its code, and what jax reads.
+    """A digest of `known`, the imported code and jax's settings.
 
-    The code is all of this package, and what was imported from outside of Python's own folders.
+    `known` has JSON's types. The code is all of this package, and what was imported from outside of
+    Python's own folders.
     """
     text = json.dumps([*known, settings_of_jax(), _code()], sort_keys=True, default=str)
     return Start(hashlib.sha256(text.encode()).hexdigest()[:32])

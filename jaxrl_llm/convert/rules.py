@@ -1,7 +1,8 @@
 """What a key of another library is here: some keys of ours, not needed, or without counterpart.
 
 A table maps keys to rules. A rule is the name of our key, which then has the same value, or one of
-the answers below, or a function of the value and the whole source that gives such an answer.
+the answers below. It may also be a function of the value and the whole source that gives such an
+answer.
 """
 
 from collections.abc import Callable, Mapping

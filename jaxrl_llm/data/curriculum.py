@@ -76,11 +76,11 @@ def ascending_batches(
 ) -> np.ndarray:
     """Places of the prompts of the first S batches, int64 [S * B].
 
-    Batch t holds B prompts of a window of the ascending order; windows go from its beginning to its
-    end in S steps. A window has N / S prompts, and B at least: so all prompts come once with
-    S = N / B, some are left out with fewer steps, and neighbouring batches share some with more.
+    Batch t holds B prompts of a window of the ascending order. The windows go from its beginning to
+    its end in S steps. A window has N / S prompts, and B at least. With S = N / B all prompts come
+    once. With fewer steps some are left out, and with more, neighbouring batches share some.
     `steps` 0 takes N / B, rounded up. `shuffle` draws from the window, and orders equal values, at
-    random; without it, prompts of a window are spaced evenly and equal values are in their order.
+    random. Without it prompts of a window are spaced evenly, and equal values are in their order.
     """
     draw = np.random.default_rng((seed % 2**32, CURRICULUM_STREAM))
     num_prompts = len(values)

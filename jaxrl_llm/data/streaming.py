@@ -1,7 +1,7 @@
 """Records that are read and tokenised when a batch needs them, so that memory stays flat.
 
 Only the first rows of each source are checked before the first step. A later row that is bad or too
-long is replaced by the next good one: the rows alone decide it, so a resumed run finds the same.
+long is replaced by the next good one. The rows alone decide it, so a resumed run finds the same.
 """
 
 import logging

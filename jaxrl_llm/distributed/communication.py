@@ -11,7 +11,7 @@ Bytes are those that one device receives. Of a group of n devices these are
     collective-permute          the whole array
 
 A loop whose trip count XLA knows multiplies what it holds. A loop that runs as long as the data ask
-for is named by the `jax.named_scope` around it, one of LOOPS, and is multiplied in each step.
+for is named by the `jax.named_scope` around it, one of LOOPS. It is multiplied in each step.
 """
 
 import math
@@ -287,7 +287,7 @@ def _op_name(line: str) -> str:
 
 
 def _moved(each: _Instruction) -> str:
-    """The shape of what a collective gives, without what an asynchronous start holds with it."""
+    """The shape of a collective's result; operands of `-start` are dropped."""
     if not each.opcode.endswith("-start"):
         return each.result
     parts = _top_level(each.result)
@@ -365,10 +365,10 @@ class Totals:
 
 
 def repetitions(loops: Sequence[str], counts: Mapping[str, float]) -> tuple[float, list[str]]:
-    """How often what is in these loops runs, and what is not known of it.
+    """The iteration count of nested loops, and the loops without a known count.
 
-    The innermost loop with a count decides, as its count includes those around it. A loop inside it
-    of which nothing is known counts once.
+    The innermost loop with a count decides, as its count includes those around it. A loop without a
+    count inside it counts once.
     """
     missing: list[str] = []
     for label in reversed(loops):

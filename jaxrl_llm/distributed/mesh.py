@@ -1,9 +1,9 @@
 """The device mesh. Its six named axes always exist, so one set of rules fits every size.
 
-`data`, `fsdp`, `expert` and `pipeline` split the batch, `sequence` the tokens of its rows,
-`pipeline` also the layers, `expert` also the experts of a layer, and `tensor` heads, the inner MLP
-dim and the vocabulary. In training, `fsdp`, `expert`, `sequence` and `pipeline` also split the
-stored weights.
+`data`, `fsdp`, `expert` and `pipeline` split the batch, and `sequence` the tokens of its rows.
+`pipeline` also splits the layers, and `expert` the experts of a layer. `tensor` splits heads, the
+inner MLP dim and the vocabulary. In training, `fsdp`, `expert`, `sequence` and `pipeline` also
+split the stored weights.
 
 A phase may lay the same devices out otherwise, for example with a larger tensor size. Then an axis
 has several parts: "fsdp.0" and "fsdp.1" together are the axis fsdp, the outermost part first.

@@ -1,7 +1,7 @@
 """Several processes, one program: joining, barriers with a time limit, and shared values.
 
-Each process holds the rows of a batch that lie on its devices (`HostRows`), and nothing of the size
-of the batch comes to its memory. What hosts say to each other is small and goes through the
+Each process holds the rows of a batch that lie on its devices (`HostRows`). Nothing of the size of
+the batch comes to its memory. What hosts say to each other is small and goes through the
 coordination service, which names a process that is missing.
 
 Every function also works in a single process that never joined anything.

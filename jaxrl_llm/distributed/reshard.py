@@ -1,7 +1,7 @@
 """The layout switch: the same parameters under other sharding rules.
 
-The collectives are written out. A sharding constraint would leave the choice to the partitioner,
-and where an axis moves from one dim to another it may gather the whole array first.
+The collectives are written out. A sharding constraint would leave the choice to the partitioner.
+Where an axis moves from one dim to another, it may gather the whole array first.
 """
 
 import math

@@ -27,7 +27,8 @@ def interval_metrics(sources: Sequence[str], right: np.ndarray, n: int) -> dict[
     `pass@k` for k = 2, 4, ... below n; `low` and `high` of it, of `mean@n` and of `best@n`: the
     ends of a 95 % percentile bootstrap interval over prompts. About 95 of 100 such intervals, each
     of other prompts of the kind, hold the mean over all of them. It is too narrow with few prompts,
-    has no width where all samples are right or wrong, and says nothing of another seed of the run.
+    and has no width where all samples are right or wrong. It says nothing of another seed of the
+    run.
     """
     rows: dict[str, list[int]] = defaultdict(list)
     for i, source in enumerate(sources):

@@ -11,9 +11,9 @@ queue in the same step. Two loops are nested:
 A caller may also have the loop of all slots and the loop of each tail as separate programs
 (`GenerationInPieces`), which compile in parallel. They compute the same.
 
-queue.py holds the prompts, slots.py the carried state, prefill.py and decode.py the two bodies,
-tail.py the end of a batch, pages.py the memory of the slots. The number of slots is bound by the
-tokens of live samples, not by the longest possible response.
+queue.py holds the prompts, slots.py the carried state, prefill.py and decode.py the two bodies.
+tail.py has the end of a batch, pages.py the memory of the slots. The number of slots is bound by
+the tokens of live samples, not by the longest possible response.
 
 Shape letters: N samples, P prompt tokens, R response tokens.
 """
@@ -129,11 +129,11 @@ def generate(
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
     `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `begun_N`
-    counts the tokens of the response that a prompt ends with: a response that was cut goes on with
-    the random numbers that it would have had. The first `alone` rows are groups of one, the
-    others of `settings.group`: so responses that go on share slots with new ones. `seed_key` may
-    have a key for each row. `heads` are the mesh axes that split attention heads, where the caller
-    left some automatic (`generate_on_mesh` does).
+    counts the tokens of the response that a prompt ends with. A response that was cut goes on with
+    the random numbers that it would have had. The first `alone` rows are groups of one, the others
+    of `settings.group`: so responses that go on share slots with new ones. `seed_key` may have a
+    key for each row. `heads` are the mesh axes that split attention heads, where the caller left
+    some automatic (`generate_on_mesh` does).
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at

@@ -7,8 +7,8 @@ share an array, because one kernel writes both. Each layer has its own leaves: X
 stacked cache in every decode step. For latent attention the cache holds the latent vectors, as one
 head (models/latent_attention.py).
 
-A layer of a gated delta rule has states instead of keys and values: one for each prompt, before its
-last token, and one for each slot. The first step of a slot continues from its prompt's state.
+A layer of a gated delta rule has states instead of keys and values. Each prompt has one, before its
+last token, and so has each slot. The first step of a slot continues from its prompt's state.
 
 Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P prompt entries,
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.

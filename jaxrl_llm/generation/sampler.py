@@ -3,7 +3,7 @@
 Sampling takes the argmax of logits plus Gumbel noise. A large vocabulary is sampled in two steps:
 first a column, by the sum of its F probabilities, then a token in that column. The distribution is
 the same, and noise is needed for M + F numbers instead of F * M. The noise is a hash of (seed,
-step, sample, token index, place), so a sample's tokens do not depend on its slot, its batch or the
+step, sample, token index, place). So a sample's tokens do not depend on its slot, its batch or the
 number of devices. Bisection on the bits of the floats finds the thresholds of top-k and top-p. A
 filter that is off adds nothing to the program.
 

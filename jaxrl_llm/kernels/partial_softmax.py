@@ -16,7 +16,7 @@ def merge(partials: list[PartialResult]) -> Float[Array, "..."]:
     """The attention over all parts, in float32.
 
     Unrolled over the splits, without reductions, so that XLA makes one loop of it. Up to
-    _MAX_PAIRED splits, the weight of split i is 1 / sum over j of 2^(lse_j - lse_i): a common
+    _MAX_PAIRED splits, the weight of split i is 1 / sum over j of 2^(lse_j - lse_i). A common
     denominator would be a kernel of its own, which takes longer than these exponentials.
     """
 

@@ -2,7 +2,7 @@
 
 XLA chooses the order of a sum by the shapes: the rows of a matmul, the keys of a row, what is fused
 with what. Here rows are computed in chunks of one size by a loop whose body is the same in every
-program; barriers keep it apart from its surroundings. Padding fills the last chunk. The gradient is
+program. Barriers keep it apart from its surroundings. Padding fills the last chunk. The gradient is
 the ordinary one of the same function: only results of the forward pass are compared.
 
 Shape letters: M rows, C rows of a chunk, X queries, N query heads, K KV heads, H head dim, J keys

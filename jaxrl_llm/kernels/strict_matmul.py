@@ -1,8 +1,8 @@
 """A matmul for Hopper whose rows have the same bits for any number of rows, in Pallas.
 
 Each output is one chain of tensor-core steps over the contracted dim, from its start to its end, in
-float32. A long contracted dim has several chains of a set length, which are added in their order:
-so few rows can have a CTA for each chain. Tile sizes do not change the chains, so that they may
+float32. A long contracted dim has several chains of a set length, which are added in their order.
+So few rows can have a CTA for each chain. Tile sizes do not change the chains, so that they may
 follow the shapes: cuBLAS also splits the dim where there are few tiles. A CTA owns a tile of the
 output; a producer warpgroup loads by TMA, two consumers multiply.
 
@@ -55,8 +55,8 @@ def chain_length(depth: int) -> int:
 def default_tile(num_rows: int, depth: int, outputs: int) -> Tile:
     """Large tiles where these give every SM two, else smaller ones.
 
-    Where the last of few rounds has few tiles, most SMs wait for large ones: 256 rows of 17,920
-    outputs took 58 us with the 140 large tiles, and 50 us with smaller ones (an H100).
+    Where the last of few rounds has few tiles, most SMs wait for large ones. For example, 256 rows
+    of 17,920 outputs took 58 us with the 140 large tiles, and 50 us with smaller ones (an H100).
     """
 
     def tiles(tile: Tile) -> int:

@@ -32,8 +32,8 @@ def answer_file(
     `responses` and `finished`; with `logprobs` also the tokens and log-probs of each response.
     Each batch is written when it is done.
 
-    Raises: ConfigError for a row without a prompt, with one that is too long, or with a column
-        that the answers would replace; before `output` is made.
+    Raises: ConfigError for a row without a prompt, with one that is too long, or with a column that
+        the answers would replace. It comes before `output` is made.
     """
     found = list(prompt_rows(prompts))
     if not found:

@@ -117,8 +117,8 @@ def read_arguments(
 def run_again(start: Start, restarts: int) -> int:
     """Run the gang that `start` makes, again after a failure; returns the last exit code.
 
-    It is not started again after a mistake of the user, after a signal that asked it to end, after
-    `restarts` times, or when it failed SAME_STEP times in a row after the same step.
+    It is not started again after a mistake of the user, after a signal that asked it to end, or
+    after `restarts` times. SAME_STEP failures in a row after the same step also end it.
     """
     os.environ.setdefault(STARTED, str(time.time()))  # the processes count from it
     failed_after: list[int | None] = []

@@ -1,8 +1,9 @@
 """Where a command begins, before anything large is imported, and what Ctrl-C does in an import.
 
-A KeyboardInterrupt while Python imports prints where it was, is lost in a callback of jax, crashes
-jaxlib, or leaves half of jax, with which nothing works. So Ctrl-C ends the process of a command at
-once, as nothing needs to be put away. In a program that uses the library it waits for the imports.
+A KeyboardInterrupt while Python imports prints where it was, is lost in a callback of jax, or
+crashes jaxlib. It may also leave half of jax, with which nothing works. So Ctrl-C ends the process
+of a command at once, as nothing needs to be put away. In a program that uses the library it waits
+for the imports.
 """
 
 import os
@@ -36,7 +37,7 @@ def run(name: str) -> NoReturn:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Around imports, a second of them.
+    """Guards about a second of imports against Ctrl-C.
 
     Ctrl-C ends the process of a command with one line and code 130. In another program it is a
     KeyboardInterrupt after them.

@@ -185,10 +185,10 @@ def start(
 
     `meanwhile` is called while a thread opens the devices: a GPU takes a second or two.
 
-    It joins the other processes if a launcher started several, splits the CPU into
-    `num_cpu_devices` (the flag --devices) unless that is 0, checks that the mesh fits the devices,
-    enables the compile cache, and says which links are slow. Several processes with a mesh of one
-    device put every device on the `data` axis.
+    It joins the other processes if a launcher started several. It splits the CPU into
+    `num_cpu_devices` (the flag --devices) unless that is 0. It checks that the mesh fits the
+    devices, enables the compile cache, and says which links are slow. Several processes with a mesh
+    of one device put every device on the `data` axis.
 
     Requires: nothing has touched jax's devices yet.
     Raises: ConfigError, for a model that cannot be built before jax is imported.

@@ -27,7 +27,7 @@ class TraceWriter:
     of a step: further numbers of each token by name, or one number for all). Log-probs have enough
     digits for the same float32.
 
-    A thread writes, and holds Python's lock for little of it: a step of 0.5 million tokens took
+    A thread writes, and holds Python's lock for little of it. A step of 0.5 million tokens took
     half a second of Python, in which the next generation was not dispatched. `write` waits for the
     batch before it, and raises what went wrong with that. `wait` waits for the last.
     """
@@ -59,9 +59,9 @@ class TraceWriter:
         """Append the samples of one step; `kind` is "train" or "validation".
 
         prompts[i] belongs to completions[i]. `failures` maps such an i to messages. A process that
-        writes a part of the batch adds its number to `kind` ("train.process1"), and passes the
-        batch index of each of its samples as `indices`. Each array of `details`, [K, R], has the
-        numbers of the tokens of the first K samples.
+        writes a part of the batch adds its number to `kind` ("train.process1"). It passes the batch
+        index of each of its samples as `indices`. Each array of `details`, [K, R], has the numbers
+        of the tokens of the first K samples.
 
         Requires: nothing changes what is passed.
         """

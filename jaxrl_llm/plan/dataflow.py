@@ -137,13 +137,13 @@ class Stage:
         return None
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of a host stage, which is not traced: the shapes of what it writes for so many rows."""
+        """Output shapes of a host stage for `rows` rows. Host stages are not traced."""
         return {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in self.writes}
 
     def check(self, output: Any, rows: int) -> None:
         """ValueError unless the output is what the stage says that it writes, with `rows` rows.
 
-        Another shape may broadcast with what reads it, and then it is another result.
+        A wrong shape could broadcast silently and change the result.
         """
         if not isinstance(output, StageOutput):
             raise ValueError(
@@ -348,9 +348,9 @@ def plan(
 ) -> tuple[Stage, ...]:
     """The needed stages in an order that respects every read.
 
-    Needed are the stages that update a state, the writers of the `goals`, and whatever those
-    read, back to the input fields. Among stages that are ready, the order given is kept, except
-    that a host stage waits until every device stage that does not depend on it was dispatched.
+    A stage is needed if it updates a state or writes a goal, or if a needed stage reads one of its
+    fields. Among stages that are ready, the order given is kept. A host stage is the exception: it
+    waits until every device stage that does not depend on it was dispatched.
 
     Raises ValueError for an unknown field, a gap, a double writer or a cycle.
     """

@@ -1,6 +1,6 @@
 """From a config to the planned program of offline training, before any array exists.
 
-The supervised trainings that a run begins with (its warm-up, its teacher's, its reward model's) are
+A run may begin with supervised trainings: its warm-up, its teacher's, its reward model's. They are
 plans of the same kind, under the algorithms `sft` and `reward_model`.
 """
 

@@ -82,7 +82,7 @@ def cache_tokens(work: Work, samples: Samples) -> tuple[float, float]:
     """Tokens in a replica's cache: of prompts, and of responses.
 
     With partial rollouts a response that goes on has a row of its own, for its prompt and what it
-    has so far: no group shares it.
+    has so far. No group shares it.
     """
     slots = slots_of(work, samples)
     groups = min(len(samples.prompts), slots)  # a waiting prompt's row is filled when it is due

@@ -1,10 +1,11 @@
 """Bytes that one device receives in a stage, by mesh axes. No jax.
 
-They follow the sharding rules: weights are gathered over `fsdp` and its neighbours for each
-micro-batch, `tensor` moves activations, `sequence` keys and values, or what a gated delta rule
-reads and gives. `data` sums float32 gradients once an optimizer step, after the last micro-batch,
-so nothing hides it. The axis `expert` moves tokens to experts and sums back, and gathers the
-weights of all else. A plan that compiles the programs reads the bytes from them instead.
+They follow the sharding rules. Weights are gathered over `fsdp` and its neighbours for each
+micro-batch, and `tensor` moves activations. `sequence` moves keys and values, or what a gated delta
+rule reads and gives. `data` sums float32 gradients once an optimizer step, after the last
+micro-batch, so nothing hides it. The axis `expert` moves tokens to experts and sums back, and
+gathers the weights of all else. A plan that compiles the programs reads the bytes from them
+instead.
 """
 
 import math
@@ -118,8 +119,8 @@ def of_pass(model: Model, rows: Rows, devices: Devices) -> Traffic:
 def switch_bytes(model: Model, work: Work, devices: Devices) -> float:
     """Bytes that a device receives so that it has the weights of generation.
 
-    Of what it needs it has the part that it stores: the axes of storage split another dim than the
-    heads, so of each weight of its heads that is one part.
+    A device already stores one shard of each weight that it needs. The axes of storage split
+    another dim than the heads.
     """
     dtype = work.config.rollout.dtype or model.settings.dtype
     needed = sampled_bytes(model, dtype) / devices.tensor("generate")

@@ -66,7 +66,7 @@ class MetricsFile:
     def read(self) -> bool:
         """Take in whole new lines; whether it began again.
 
-        It does where the last line that it read is no longer in its place: a run that resumes cuts
+        It does where the last line that it read is no longer in its place. A run that resumes cuts
         the file back, and the file may have grown beyond that place since.
         """
         if not self._path.exists():

@@ -192,7 +192,7 @@ class RewardManager:
     ) -> None:
         """Refuse functions that ask for none of the `columns` of the rows. Raises ValueError.
 
-        So it is for graders of ours that compare with a right answer, where no row has one.
+        It also refuses built-in graders when no row has a right answer.
 
         `renamed` has our names and the data's, of columns that config.data.columns renames. A
         batch may then lack a column that other rows have: its values are None there. Without

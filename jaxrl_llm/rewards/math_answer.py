@@ -30,9 +30,9 @@ def math_answer(
     `\frac{1}{2}` equals `0.5`, `x = 2` equals `2`, `\{2, 1\}` equals `\{1, 2\}`. The ground truth
     is LaTeX or a number, with or without \boxed{}. `pred` is the answer in a form in which equal
     numbers are equal texts; validation votes with it. Each of parsing and comparing may take
-    `seconds`. The score is NaN, a counted failure, where that is not enough, and where the ground
-    truth is no mathematics and the answer has another text. Raises ValueError for a row without
-    ground truth.
+    `seconds`. The score is NaN, a counted failure, where that is not enough. It is NaN too where
+    the ground truth is no mathematics and the answer has another text. Raises ValueError for a row
+    without ground truth.
     """
     expected = _expected(ground_truth)
     answer = last_box(solution_str)

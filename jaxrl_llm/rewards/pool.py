@@ -1,11 +1,11 @@
 """The process pool in which user reward functions run.
 
-Every call has a time limit. A worker that runs past it, or dies, is replaced, and the caller gets
+Every call has a time limit. A worker that runs past it, or dies, is replaced. The caller then gets
 a `Reply` with the error. Nothing that a user function does can stop or hang the trainer.
 
-The process pool of a library is not enough: a kill must reach the processes that a user function
-started, and a worker must end when the trainer is killed, even if it holds the interpreter lock.
-See `keeper.py`. Answers are data that the trainer checks, never objects: see `wire.py`.
+The process pool of a library is not enough. A kill must reach the processes that a user function
+started. A worker must end when the trainer is killed, even if it holds the interpreter lock: see
+`keeper.py`. Answers are data that the trainer checks, never objects: see `wire.py`.
 """
 
 import json

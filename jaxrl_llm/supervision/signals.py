@@ -2,7 +2,7 @@
 
 Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's `--signal=USR1@300`)
 all ask for the same. A second signal ends the run at once. So does a reward function that still
-runs WAIT_S after the request, or a disk that is still full: each could hold up the end for minutes.
+runs WAIT_S after the request, or a disk that is still full. Each could hold up the end for minutes.
 A run that ended at once goes on from its last checkpoint.
 """
 

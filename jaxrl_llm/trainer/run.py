@@ -602,7 +602,10 @@ def open_plan_and_data(
 def _compare_rows(
     prompts: Sequence[Prompt], records: OfflineRecords | None, validator: Validator | None
 ) -> dict[str, str]:
-    """Say which held-out rows are trained on; digests of what of the rows may change later."""
+    """Digests of the row columns that a resume may change.
+
+    It also says which held-out rows are trained on.
+    """
     answered = [] if validator is None else validator.prompts
     if records is None:
         say_overlap(prompts, answered)
@@ -618,7 +621,7 @@ def _compare_rows(
 
 
 def _start_of(config: Config, plan: Plan, tokenizer: Tokenizer) -> Start:
-    """The start of a run, by what of its config and its identity decides programs."""
+    """A key of the config and identity values that change programs."""
     given = {key: value for key, value in as_dict(config).items() if key not in NOT_IN_PROGRAMS}
     return start_of(given, run_identity(plan, tokenizer))
 

@@ -1,7 +1,7 @@
 """Queries and new entries of a decode step from its merged projection, in a kernel for Hopper.
 
 A CTA has a slot. TMA loads the rows of its heads into shared memory, where they are normed and
-turned by rope, and stores them where decode attention reads them. XLA makes three kernels of this.
+turned by rope. It stores them where decode attention reads them. XLA makes three kernels of this.
 
 Shape letters: those of inputs.py, and A = N + 2 K heads, L = G rounded up to 8, P = H / 2 pairs
 that rope turns, X = K L rows of a slot's queries.

@@ -1,9 +1,9 @@
 """The load pipeline of the decode attention kernel: tile jobs, their blocks, shared memory.
 
 TMA loads run ahead of the matmuls in a ring of `stages` blocks of keys and as many of values. As
-soon as a block has been multiplied, its stage is loaded with the block `stages` steps later, which
-may belong to the CTA's next tile job. A float8_e4m3fn cache is loaded as float8. Each block is
-then converted to float16, which is exact, in a buffer of its own.
+soon as a block has been multiplied, its stage is loaded with the block `stages` steps later. That
+block may belong to the CTA's next tile job. A float8_e4m3fn cache is loaded as float8. Each block
+is then converted to float16, which is exact, in a buffer of its own.
 
 Shape letters: those of kernel.py.
 """
@@ -83,8 +83,8 @@ def default_tuning(head_dim: int, cache_dtype: jax.typing.DTypeLike = jnp.bfloat
 
     More stages were slower on an H200 (head dim 128), at any number of slots. The block never
     equals the head dim. That gave wrong results on the GPU (64, queries as rows), though not in
-    interpret mode: the accumulators of both matmuls then have one shape, and the scores of the
-    second block do not start from zero.
+    interpret mode. The accumulators of both matmuls then have one shape. The scores of the second
+    block do not start from zero.
     """
     block, itemsize = block_entries(head_dim), jnp.dtype(cache_dtype).itemsize
     widened = 0 if itemsize == 2 else 2 * block * head_dim

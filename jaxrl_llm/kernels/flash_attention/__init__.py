@@ -75,10 +75,10 @@ def attention(
     With a `window` a token sees the last `window` positions, its own included. `lengths` (int32,
     tokens) hides keys at or past a row's length. `visibility` replaces these three: it says for
     each token which keys it sees. `split` says how the devices of the mesh in scope share the work;
-    those that share a row hold its tokens in `token_order`. `sinks` are a logit of each head: their
-    exponentials are added to the softmax's sums, so the weights of a token's keys add up to less
-    than 1 (arXiv:2309.17453, learnt as in gpt-oss). With a `softcap` scaled scores s become
-    softcap * tanh(s / softcap) (arXiv:2408.00118); our kernels' tanh has a relative error of 2^-11.
+    those that share a row hold its tokens in `token_order`. `sinks` are a logit of each head. Their
+    exponentials are added to the softmax's sums. So the weights of a token's keys add up to less
+    than 1 (arXiv:2309.17453, learnt as in gpt-oss). With a `softcap` scaled scores s become softcap
+    * tanh(s / softcap) (arXiv:2408.00118); our kernels' tanh has a relative error of 2^-11.
 
     - "pallas": our Hopper kernels, for bf16 and H of 64, 96, 128 or 256. Best if T is a multiple
       of 128. Gradients have the same bits in every run. On several devices it needs `split` or a

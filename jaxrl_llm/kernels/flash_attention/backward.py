@@ -108,7 +108,7 @@ def backward_schedules(
 ) -> tuple[Schedule, Schedule]:
     """The tile jobs of the dq kernel, and those of the kernels of dk and dv.
 
-    All queries of a group's responses see its prompt, so the few tiles of the prompt's keys would
+    All queries of a group's responses see its prompt. So the few tiles of the prompt's keys would
     take many times as long as all others. Few rows have fewer tiles than the GPU has SMs. In both
     cases tiles are split: a job is at most half of an SM's average share. Partial gradients take 4
     bytes per element where gradients take 2.

@@ -131,7 +131,7 @@ def kernel_call(
     `out` is a pytree of ShapeDtypeStructs, and the result has its structure. CTAs start in the
     order of the grid, whose last axis is the fastest. With the head axis fastest, the longest jobs
     of all heads come first and short ones fill the gaps at the end. Plain rows with jobs for half
-    of the SMs or more run head after head: the jobs of two heads balance, and the keys or queries
+    of the SMs or more run head after head. The jobs of two heads balance, and the keys or queries
     of a head stay in the L2 cache.
     """
     num_jobs = schedule.jobs.shape[0]

@@ -263,7 +263,7 @@ def key_schedule(
 ) -> Schedule:
     """The tile jobs of a kernel whose CTAs own `tile_k` keys and loop over every head's queries.
 
-    With `extra_jobs`, tiles with many steps are split: a job has at most 1 / `extra_jobs` of all
+    With `extra_jobs`, tiles with many steps are split. A job has at most 1 / `extra_jobs` of all
     steps, so that tiles and extra jobs together bound the number of jobs. Unused jobs have no step.
     """
     start_RT, prefix_start_RT, prefix_end_RT = ranges.rows()

@@ -1,7 +1,7 @@
 """The gated delta rule (arXiv:2412.06464) over rows of tokens, and of one token after others.
 
 In whole rows, chunks of tokens are computed by matmuls and the states go from chunk to chunk. A
-token follows the tokens of its run, and before these the prompt that its run answers; other tokens
+token follows the tokens of its run, and before these the prompt that its run answers. Other tokens
 of the row do not touch its state.
 
 Shape letters: those of inputs.py.

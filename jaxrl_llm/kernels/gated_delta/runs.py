@@ -38,7 +38,7 @@ class PromptTaps(NamedTuple):
     """What the convolution takes from the prompts before runs, and where its gradient goes.
 
     Y are chunks, too. Z are the tokens of a chunk with the last ones of the chunk before, F those
-    with the first ones of the chunk after. R are Z for each distance between two tokens, and then
+    with the first ones of the chunk after. R are Z for each distance between two tokens. Then comes
     what goes to prompts that ended in chunks before: a row for each distance and each number of
     tokens behind in the prompt. The last rows are padding and take nothing.
     """

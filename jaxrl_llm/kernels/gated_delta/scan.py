@@ -4,8 +4,8 @@ With left and right matrices L and R of a chunk's tokens by keys and states S of
 
     values = own + sum_p enters_p * (L S_p),    S_p <- sum_q keeps_pq S_q + R^T (leaves_p * values)
 
-The gradient is the same recurrence from the last chunk to the first one, where L and R, enters and
-leaves change places, keeps is transposed, and the gradients of the states are added at each chunk.
+The gradient is the same recurrence from the last chunk to the first one. L and R change places, as
+do enters and leaves. keeps is transposed, and the gradients of the states are added at each chunk.
 
 Shape letters: those of inputs.py.
 """

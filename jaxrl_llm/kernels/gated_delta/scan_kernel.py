@@ -1,6 +1,6 @@
 """The recurrence of scan.py in a kernel for Hopper.
 
-A CTA has 32 values of a head: no other value touches these columns of its states, which stay in
+A CTA has 32 values of a head. No other value touches these columns of its states, which stay in
 registers from the first chunk to the last. The next chunk's matrices load while one is multiplied.
 Tensor cores take bfloat16, so each operand is the sum of two, and a product the sum of three: about
 17 bits of each factor count.

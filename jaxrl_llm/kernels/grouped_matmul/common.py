@@ -1,8 +1,8 @@
 """What the two kernels of the grouped matmul share: shared memory, the ring's steps, the stores.
 
 A fixed number of CTAs goes through jobs. A job is one tile of the output. In a CTA a producer
-warpgroup loads blocks of both operands by TMA into a ring of stages in shared memory, for job
-after job without a pause; two consumer warpgroups multiply and write 64 rows of the tile each.
+warpgroup loads blocks of both operands by TMA into a ring of stages in shared memory, for job after
+job without a pause. Two consumer warpgroups multiply and write 64 rows of the tile each.
 """
 
 from collections.abc import Callable

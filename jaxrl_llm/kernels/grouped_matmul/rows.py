@@ -1,8 +1,8 @@
 """The kernel for rows: each row times the weights of its group, or times their transpose.
 
-A tile has rows of one group alone, in chunks of 64. A group's rows start anywhere, and TMA loads
-64 rows from any row on. The last chunk of a group of 64 rows or more is moved up until it ends with
-the group: its first rows are computed twice, with the same bits. So chunks are stored whole, but
+A tile has rows of one group alone, in chunks of 64. A group's rows start anywhere, and TMA loads 64
+rows from any row on. The last chunk of a group of 64 rows or more is moved up until it ends with
+the group. Its first rows are computed twice, with the same bits. So chunks are stored whole, but
 for those of smaller groups, which are stored in runs of 1, 2, 4 ... rows. Rows after the last
 group's are tiles without steps, which write zeros.
 

@@ -1,7 +1,7 @@
 """A filter of system calls: what a program of a model does not need, and the kernel's weak spots.
 
-The namespaces contain a program. The filter makes it harder to attack the kernel from inside, and
-it closes what namespaces leave open: sockets to a hypervisor, memory without a size.
+The namespaces contain a program. The filter makes it harder to attack the kernel from inside. It
+also closes what namespaces leave open: sockets to a hypervisor, memory without a size.
 """
 
 import ctypes

@@ -3,6 +3,7 @@
 The model is a tiny one, and comes out of a real run of one step with every role there is.
 """
 
+import inspect
 import json
 import os
 import re
@@ -463,7 +464,11 @@ def test_help_is_the_docstring(script, without_jax):
     code, output, _, _ = without_jax[len(MISTAKES) + HELP.index(script)]
     assert code == 0
     name = script.removesuffix(".py").removesuffix("_hf")
-    assert f"jaxrl {name} --model=PATH" in output and "Flags:" in output
+    docstring = inspect.getdoc(commands.COMMANDS[name])
+    assert docstring is not None and "Flags:" in docstring
+    flags, keys, _ = output.partition("\n\nConfig keys, as ")
+    assert flags.rstrip("\n") == docstring
+    assert bool(keys) == (name in commands.TAKES_CONFIG)
 
 
 def test_a_role_that_is_not_there_is_named(checkpoint, tmp_path):

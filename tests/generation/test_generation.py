@@ -340,7 +340,7 @@ def test_tails_of_long_responses_are_whole_tiles_of_products(slots, tails):
     ("samples", "num_slots", "without"),
     [(128, 0, True), (1024, 128, True), (1024, 127, False), (127, 1024, False)],
 )
-def test_products_of_many_slots_are_cublas(samples, num_slots, without, monkeypatch):
+def test_options_above_the_slot_limit(samples, num_slots, without, monkeypatch):
     options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
     assert engine.compiler_options(samples, num_slots) == {}  # not an option of a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -24,7 +24,9 @@ def test_the_version_of_ptxas_is_asked_for_once(monkeypatch):
 
 def test_without_the_cuda_plugin_there_is_nothing_to_cache(monkeypatch):
     monkeypatch.delattr(fragmented_array, "mgpu_lib", raising=False)
+    before = dict(vars(fragmented_array))
     cache_ptxas_version()
+    assert vars(fragmented_array) == before
 
 
 def test_the_first_kernel_caches_it(monkeypatch):

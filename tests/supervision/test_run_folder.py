@@ -270,7 +270,8 @@ def test_a_lock_cut_off_while_it_was_written_is_taken_over(tmp_path):
     folder.mkdir()
     (folder / LOCK).write_text('{"host": "x", ')
     with open_run_folder(config_in(folder)):
-        pass
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+    assert not (folder / LOCK).exists()
 
 
 # The lock of another process, whose text is the second argument, lies there before the second try.

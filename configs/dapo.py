@@ -3,9 +3,9 @@
 python scripts/train.py --config=configs/dapo.py
 
 GRPO with DAPO's four changes (Yu et al. 2025, https://arxiv.org/abs/2503.14476): a higher upper
-clip, the loss a mean over all tokens, a penalty for responses near the maximum length, and dynamic
-sampling. That replaces groups whose answers are all right or all wrong. Near the end of this run
-most are all right. After three rounds those fill up the batch.
+clip, and the loss as a mean over all tokens. The others are a penalty for responses near the
+maximum length, and dynamic sampling. That replaces groups whose answers are all right or all wrong.
+Near the end of this run most are all right. After three rounds those fill up the batch.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 python scripts/train.py --config=configs/distillation.py
 
-The teacher is a model that the run trains first, by supervised learning alone; the student is the
+The teacher is a model that the run trains first, by supervised learning alone. The student is the
 warmed-up model of `ppo.py`, which had much less of that. The student answers, and the teacher says
 how likely it finds each token (Agarwal et al. 2024, https://arxiv.org/abs/2306.13649). No reward
 takes part in learning, it is only measured. --config.teacher.path=DIR takes a teacher that exists.

@@ -218,7 +218,7 @@ class Decoder(Layer):
         """Hidden states after the final norm [B, T, D], a new cache a layer, and what routers did.
 
         `remat`: see `Remat`. `scan` runs one compiled layer, or one period of a pattern of layers,
-        in a loop over stacked weights: the program is smaller, but the weights are copied. The
+        in a loop over stacked weights. The program is smaller, but the weights are copied. The
         layers after the last whole period run one by one. `residual_dtype` is the dtype of the
         residual stream; None takes that of the parameters. `run_layers` computes the layers in
         another way, but for leading dense ones. `routing` is for layers of experts; what their

@@ -1,9 +1,9 @@
 """All-to-all of (token, expert) rows between the devices that split the experts of a layer.
 
 Each device sends a row only to the device that has its expert, and gets the expert's output back.
-Shapes are static, and no row is dropped: rows go in rounds, in each of which every device sends
-up to `round_rows` rows to every other one. Balanced routings need one round. The devices agree on
-the number of rounds first.
+Shapes are static, and no row is dropped. Rows go in rounds. In each, every device sends up to
+`round_rows` rows to every other one. Balanced routings need one round. The devices agree on the
+number of rounds first.
 
 Shape letters: N tokens of a device, K experts of a token, P = N * K rows of a device, G devices,
 C rows of a round from one device to another, S = G * C, D hidden, E experts of a device.

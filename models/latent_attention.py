@@ -1,10 +1,10 @@
 """Multi-head latent attention, of DeepSeek-V2 and V3 (arXiv:2405.04434).
 
 Keys and values of all heads are made of one small vector of each token, and of one key with rope.
-Training makes them and attends as usual, with zeros behind values, and behind queries and keys of
-a size that our kernels do not take. Generation keeps
-the small vector and the key with rope. A decode step attends to these, as to one KV head: what
-would make keys of them multiplies the queries, and what would make values multiplies the output.
+Training makes them and attends as usual, with zeros behind values, and behind queries and keys of a
+size that our kernels do not take. Generation keeps the small vector and the key with rope. A decode
+step attends to these, as to one KV head. What would make keys of them multiplies the queries, and
+what would make values multiplies the output.
 
 Shape letters: B batch, T tokens, D hidden, N heads, H dims of a query and key, C their dims without
 rope, P those with rope, V dims of a value, R size of the small vector, S that of the queries' one,

@@ -457,9 +457,9 @@ def merged_ahead(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
 def _sum(path: Path, module: Tree, a: jax.Array, lora: Lora, dtype: DTypeLike) -> Tree:
     """The merged weights of a module, by their name.
 
-    A base in bf16 lies on the grid of bf16, and most changes are less than half a step of it: to
-    the nearest, the sum would be the base. So it is rounded stochastically, by bits that depend on
-    the place alone: equal adapters give equal weights.
+    A base in bf16 lies on the grid of bf16, and most changes are less than half a step of it.
+    Rounded to the nearest, the sum would be the base. So it is rounded stochastically, by bits that
+    depend on the place alone: equal adapters give equal weights.
     """
     adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
     b = adapter["b"]

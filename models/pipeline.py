@@ -8,9 +8,8 @@ ring, then the next convoy follows without a gap. So M micro-batches take M * v 
 which each stage idles P - 1 times.
 
 Outside of the layers, rows are spread over the stages as over replicas. Dense layers before those
-of experts are outside too. A conveyor moves against
-the ring: it brings each micro-batch of a convoy from its owner to the first stage, and its result
-from the last stage back.
+of experts are outside too. A conveyor moves against the ring. It brings each micro-batch of a
+convoy from its owner to the first stage, and its result from the last stage back.
 
 Shape letters: B rows, T tokens, D hidden, P stages, C convoys, b rows of a micro-batch.
 """

@@ -6,7 +6,7 @@ matters at long positions.
 
 Two kinds depend on the length of a row. transformers takes the longest row of a call, and in
 decoding each step is a call with a longer row. The log-probs of a token would then depend on later
-tokens and on the other rows of its batch, so sampler and trainer could not agree. A run therefore
+tokens and on the other rows of its batch. So sampler and trainer could not agree. A run therefore
 fixes the frequencies once, for the longest row that it allows (`ModelConfig.for_context`):
 
 | kind | rows up to the trained length | longer rows |

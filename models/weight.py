@@ -7,7 +7,7 @@ makes it, and nobody stores it, saves it or puts it across a jit boundary.
 
 A layer reads a `Weight` in one of two ways:
 
-- `Projection` calls `weight_matmul`. The gradient of the kernel is a matmul with float32 results;
+- `Projection` calls `weight_matmul`. The gradient of the kernel is a matmul with float32 results.
   XLA adds the sum of earlier micro-batches inside that matmul, unless it fused it with another one.
 - Every other layer reads `parameter[...]`, which works for a `Weight` and for an array alike. The
   gradient then has the dtype of computation and is cast to float32.

@@ -172,8 +172,8 @@ def memory_bytes(program: jax.stages.Compiled) -> int | None:
 def relative_error(found: Any, expected: Any) -> float:
     """|found - expected| / |expected| over all leaves together, in the L2 norm and float32.
 
-    NaN where either holds a NaN, so a comparison must be written to fail on it, and where all that
-    is expected is 0: then nothing was compared.
+    NaN where either holds a NaN, so a comparison must be written to fail on it. NaN too where all
+    that is expected is 0, as nothing was compared.
     """
     difference, norm = _squares(jax.tree.leaves(found), jax.tree.leaves(expected))
     return float((difference / norm) ** 0.5)

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/streaming.py --format=arrow --gb=10 --folder=FOLDER
 
-Writes a file of rows of 1 KB, unless it is there, draws shuffled batches of it while the main
-thread does nothing for `--step_s` seconds a step, and prints a JSON line. Delete the folder then.
+Writes a file of rows of 1 KB, unless it is there. It draws shuffled batches of it while the main
+thread does nothing for `--step_s` seconds a step. It prints a JSON line. Delete the folder then.
 Memory is that of the process: `anonymous_gb` is its own, `mapped_gb` are pages of the file that the
 system may drop at any time.
 """

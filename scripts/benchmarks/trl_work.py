@@ -7,7 +7,7 @@ A setting that TRL cannot follow is refused, never ignored. These differences re
 - Both compute in bfloat16 over float32 weights, TRL by torch's autocast, which leaves what it adds
   up between layers in float32 as well. Our reference model is stored in bfloat16, TRL's in float32.
 - transformers gives the embedding of the padding token no gradient from where it is read
-  (`padding_idx`); a model that pads with a token that it also reads is trained without that part.
+  (`padding_idx`). A model that pads with a token that it also reads is trained without that part.
 - The random numbers of the samplers.
 """
 

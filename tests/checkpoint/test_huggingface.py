@@ -78,7 +78,7 @@ def test_casts_round_to_nearest(tmp_path):
     source = write_directory(tmp_path / "source", config)
     spec = model_spec(config)
     table = stored(source)["model.embed_tokens.weight"]
-    params = import_params(source, spec, dtype="bfloat16")
+    params = import_params(source, model_spec(config, dtype="bfloat16"))
     np.testing.assert_array_equal(
         np.asarray(params["decoder"]["embed"]["table"]), table.astype(ml_dtypes.bfloat16)
     )
@@ -93,7 +93,8 @@ def test_casts_round_to_nearest(tmp_path):
         stored(out), {name: value.astype(np.float16) for name, value in stored(source).items()}
     )
     with pytest.raises(ValueError, match="dtype 'int8' is not known"):
-        import_params(source, spec, dtype="int8")
+        params = import_params(source, spec)
+        export(tmp_path / "other", spec, params, tokenizer_files_from=source, dtype="int8")
 
 
 def test_unsupported_architecture_is_refused_by_name(tmp_path):

@@ -167,3 +167,6 @@ class OfflineBatch:
 ROW_GROUPS = ("completion", "chosen", "rejected", "mismatched")
 OFFLINE_FIELDS = tuple(f.name for f in fields(OfflineBatch))
 OFFLINE_INPUTS = OFFLINE_FIELDS[: OFFLINE_FIELDS.index("reference_completion_logprobs")]
+
+
+Batch = RolloutBatch | OfflineBatch  # what a step computes on

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,12 @@ from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.dataflow import Pieces, Segment, Stage, States
 from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.scores import StepContext
+from jaxrl_llm.types import Batch, OfflineBatch, RolloutBatch
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
+B = TypeVar("B", RolloutBatch, OfflineBatch)
 Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
 
@@ -98,14 +101,14 @@ class Program:
     def run(
         self,
         states: States,
-        batch: Any,
+        batch: B,
         step: int,
-        context: Any,
+        context: StepContext | None,
         timer: Timer,
         segments: Sequence[Segment] | None = None,
         *,
         stay: bool = False,
-    ) -> tuple[States, Any, dict[str, Any]]:
+    ) -> tuple[States, B, dict[str, Any]]:
         """Run every segment once, or those given: new states, the full batch, metrics on device.
 
         `context` is what host stages read, with the batch. The donated `states` must not be used
@@ -165,7 +168,7 @@ class Program:
             return now.states, now.batch, now.metrics
 
     def _begin(
-        self, segment: Segment, now: "_Progress", moves: "_Moves", rest: Sequence[Segment]
+        self, segment: Segment, now: "_Progress[Any]", moves: "_Moves", rest: Sequence[Segment]
     ) -> tuple[Any, ...]:
         """The arguments of a device segment, once its devices and its fields are there.
 
@@ -189,9 +192,9 @@ class Program:
     def _run_host(
         self,
         segment: Segment,
-        now: "_Progress",
+        now: "_Progress[Any]",
         moves: "_Moves",
-        context: Any,
+        context: StepContext | None,
         rest: Sequence[Segment],
     ) -> None:
         """Run a host segment while devices compute. `rest` is that of `_begin`."""
@@ -206,7 +209,7 @@ class Program:
         now.metrics = _joined(now.metrics, found)
 
     def _before(
-        self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress", moves: "_Moves"
+        self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress[Any]", moves: "_Moves"
     ) -> None:
         """What must happen before the first of `segments` runs on `mesh`, where processes differ.
 
@@ -264,7 +267,7 @@ class Program:
         """The rows of a batch of `num_rows` that this process holds, and those that it owns."""
         return host_rows(self._batch_sharding, num_rows, self._group)
 
-    def trace(self, states: States, batch: Any, *, compiles_first: bool = False) -> Any:
+    def trace(self, states: States, batch: Batch, *, compiles_first: bool = False) -> Any:
         """Shapes of the whole step without computing: a config that is wrong fails here.
 
         `states` and `batch` are abstract, with the shardings of those that run. What is traced here
@@ -286,7 +289,7 @@ class Program:
         """Whether the program that `trace` began to compile is in the compile cache."""
         return self._compilers.reads_cache
 
-    def begin_stored(self, states: States, batch: Any, start: Start) -> bool:
+    def begin_stored(self, states: States, batch: Batch, start: Start) -> bool:
         """Begin to read the programs that an earlier `start` kept; False if it kept none.
 
         `states` and `batch` are those of `trace`, which need not be called before: the first `run`
@@ -298,7 +301,7 @@ class Program:
         every = [program for each in self._compiled.values() for program in programs_of(each)]
         return self._compilers.begin_stored(every, start, partial(self._jobs, states, batch))
 
-    def compile_ahead(self, states: States, batch: Any) -> None:
+    def compile_ahead(self, states: States, batch: Batch) -> None:
         """Begin to compile every device segment, side by side in threads; `run` finds the results.
 
         `states` and `batch` are those of `trace`. Several processes compile together in `run`
@@ -310,7 +313,7 @@ class Program:
         if jobs:
             self._compilers.begin(jobs, self._start)
 
-    def _jobs(self, states: States, batch: Any) -> list[CompileJob]:
+    def _jobs(self, states: States, batch: Batch) -> list[CompileJob]:
         jobs: list[CompileJob] = []
         for segment in self.segments:
             if not segment.is_host:
@@ -318,7 +321,7 @@ class Program:
             batch = self._traced_batch(segment, states, batch)
         return jobs
 
-    def _job(self, segment: Segment, states: States, batch: Any) -> CompileJob:
+    def _job(self, segment: Segment, states: States, batch: Batch) -> CompileJob:
         arguments = self._arguments(segment, states, batch)
         compiled, setting = self._compiled[segment.name], self._settings[segment.name]
         return job_of(compiled, arguments, setting, is_long=bool(segment.updated))
@@ -327,7 +330,7 @@ class Program:
         """Wait for all programs. Requires: the device is idle."""
         self._compilers.wait_for_all()
 
-    def _traced_batch(self, segment: Segment, states: States, batch: Any) -> Any:
+    def _traced_batch(self, segment: Segment, states: States, batch: Batch) -> Any:
         """The abstract batch after a segment."""
         if segment.is_host:
             writes = segment.stages[0].shapes(jax.tree.leaves(batch)[0].shape[0])
@@ -337,12 +340,12 @@ class Program:
         placed = partial(_placed, sharding=self._batch_sharding)
         return batch.replace(**jax.tree.map(placed, writes))
 
-    def lower(self, segment: Segment, states: States, batch: Any) -> jax.stages.Lowered:
+    def lower(self, segment: Segment, states: States, batch: Batch) -> jax.stages.Lowered:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
         return self._compiled[segment.name].lower(*self._arguments(segment, states, batch))
 
     def lower_each(
-        self, segment: Segment, states: States, batch: Any
+        self, segment: Segment, states: States, batch: Batch
     ) -> Iterator[jax.stages.Lowered]:
         """The programs that `run` dispatches for a device segment, lowered: those of a chain."""
         arguments = self._arguments(segment, states, batch)
@@ -366,7 +369,7 @@ class Program:
         """What to call for a segment's program. A chain waits for each of its own."""
         return program if isinstance(program, Chain) else self._compilers.ready(program)
 
-    def _arguments(self, segment: Segment, states: States, batch: Any) -> tuple[Any, ...]:
+    def _arguments(self, segment: Segment, states: States, batch: Batch) -> tuple[Any, ...]:
         """Abstract arguments, placed as `run` places them.
 
         Otherwise `jit` would trace again for `run`, and the compile cache would not find the
@@ -399,7 +402,9 @@ class Program:
         host_reads = {n for s in after if s.is_host for stage in s.stages for n in stage.reads}
         return any(set(stage.writes) & host_reads for stage in segment.stages)
 
-    def _call_host(self, stage: Stage, now: "_Progress", context: Any) -> dict[str, Any]:
+    def _call_host(
+        self, stage: Stage, now: "_Progress[Any]", context: StepContext | None
+    ) -> dict[str, Any]:
         """Call a host stage with the rows that this process owns; its metrics."""
         rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
@@ -533,7 +538,7 @@ def _memory_guard(segment: Segment) -> AbstractContextManager[None]:
 
 
 def _call(
-    compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: "_Progress"
+    compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: "_Progress[Any]"
 ) -> Results:
     """What a thread does: dispatch a segment that was traced before, and wait for it."""
     with transfer_guard(), _memory_guard(segment):
@@ -541,7 +546,7 @@ def _call(
     return now.end(segment, results, mesh)
 
 
-class _Progress:
+class _Progress(Generic[B]):
     """How far a step has come: states, batch and metrics, and the segment in flight on each mesh.
 
     What a segment gives is taken over when it is waited for, in an order that no clock decides.
@@ -550,7 +555,7 @@ class _Progress:
     longer of the two. With several meshes a thread waits.
     """
 
-    def __init__(self, states: States, batch: Any, step: int, timer: Timer) -> None:
+    def __init__(self, states: States, batch: B, step: int, timer: Timer) -> None:
         self.states = states
         self.batch = batch
         self.metrics: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.models.expert_dispatch import round_rows
-from jaxrl_llm.models.expert_rows import Kernels, computed_experts, moved
+from jaxrl_llm.models.expert_rows import Kernels, computed_experts, permuted
 from jaxrl_llm.models.layers import PROJECTION
 
 Axes = tuple[str, ...]
@@ -154,5 +154,5 @@ def _remote(x_SD: jax.Array, kernels: Kernels, expert_S: jax.Array, axes: Axes) 
     order_S = jnp.argsort(expert_S, stable=True)
     place_S = jnp.zeros_like(order_S).at[order_S].set(jnp.arange(order_S.size), unique_indices=True)
     sizes_E = (expert_S[:, None] == jnp.arange(kernels[0].kernel.shape[0])).sum(0, dtype=jnp.int32)
-    y_SD = computed_experts(moved(exchange(x_SD), order_S, place_S), kernels, sizes_E)
-    return exchange(moved(y_SD, place_S, order_S))
+    y_SD = computed_experts(permuted(exchange(x_SD), order_S, place_S), kernels, sizes_E)
+    return exchange(permuted(y_SD, place_S, order_S))

@@ -277,7 +277,7 @@ _merged.defvjp(lambda *operands: (_merged(*operands), operands), _merged_backwar
 
 
 @jax.custom_vjp
-def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+def permuted(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     """Row `source[i]` of x as row i, and 0 where there is none. Row j of x goes to `target[j]`.
 
     The gradient moves rows back by a gather. A scatter would add with atomics on a GPU, in another
@@ -286,13 +286,13 @@ def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
-def _moved_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
-    return moved(x, source, target), (source, target)
+def _permuted_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
+    return permuted(x, source, target), (source, target)
 
 
-def _moved_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+def _permuted_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
     source, target = residuals
-    return moved(gradient, target, source), None, None
+    return permuted(gradient, target, source), None, None
 
 
-moved.defvjp(_moved_forward, _moved_backward)
+permuted.defvjp(_permuted_forward, _permuted_backward)

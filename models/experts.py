@@ -23,7 +23,7 @@ from jaxrl_llm.kernels.flash_attention import gathered
 from jaxrl_llm.models.config import BALANCE, Mixture, ModelConfig
 from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_exchange import rows_by_exchange
-from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, moved
+from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, permuted
 from jaxrl_llm.models.frozen import Quantized
 from jaxrl_llm.models.layers import FROZEN, MLP, Form, Layer, Projection, is_float8, parameter
 
@@ -449,8 +449,8 @@ def _own_experts(
     order_M = jnp.where(jnp.arange(rows) < used, order_P[:rows], N * K)
     place_P = jnp.where(place_P < used, place_P, rows)
     x_PD = jnp.broadcast_to(x_ND[:, None], (N, K, x_ND.shape[1])).reshape(N * K, -1)
-    y_MD = computed_experts(moved(x_PD, order_M, place_P), kernels, sizes_E)
-    return _weighted_sum(moved(y_MD, place_P, order_M), weights_NK)
+    y_MD = computed_experts(permuted(x_PD, order_M, place_P), kernels, sizes_E)
+    return _weighted_sum(permuted(y_MD, place_P, order_M), weights_NK)
 
 
 def _weighted_sum(y_PD: jax.Array, weights_NK: jax.Array) -> jax.Array:

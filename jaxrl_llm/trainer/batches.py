@@ -259,7 +259,7 @@ class FilteredBatches(PromptBatches):
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         assert self._groups is not None
         rounds = self._rounds
-        found = found | moved(*rounds, found)
+        found = found | moved_metric(*rounds, found)
         own = self._groups.metrics() | self._priorities(step) | self._repetition.take()
         return means_of(rounds) | found | own
 
@@ -273,7 +273,7 @@ def means_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return means
 
 
-def moved(*found: dict[str, Any]) -> dict[str, float]:
+def moved_metric(*found: dict[str, Any]) -> dict[str, float]:
     """What moved between groups of devices in all calls of a step; nothing on one group."""
     sizes = [metrics[MOVED] for metrics in found if MOVED in metrics]
     return {MOVED: float(sum(sizes))} if sizes else {}

@@ -45,7 +45,7 @@ from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE
 from jaxrl_llm.plan.scores import StepContext
 from jaxrl_llm.supervision.signals import host_work
-from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved
+from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved_metric
 
 WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
 # Metrics of the parts of a batch that are added up.
@@ -177,7 +177,7 @@ class AheadBatches(PromptBatches):
     def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
         assert self._current is not None
         generated, (own, self._found) = self._current.rounds[0].found, (self._found, {})
-        found = generated | own | found | moved(generated, own, found)
+        found = generated | own | found | moved_metric(generated, own, found)
         return super().finish(step, batch, context, found)
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
@@ -543,7 +543,7 @@ class AheadFilteredBatches(AheadBatches):
             self._trace(step, one.context, one.batch)
         rounds = [one.found | one.graded for one in current.rounds]
         parts = [part for one in current.rounds for part in (one.found, one.graded)]
-        found = means_of(rounds) | own | found | moved(*parts, own, found)
+        found = means_of(rounds) | own | found | moved_metric(*parts, own, found)
         return found | current.groups.metrics() | current.priorities | self._repetition.take()
 
     def _begin(

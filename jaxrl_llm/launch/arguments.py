@@ -3,6 +3,7 @@
 Each function returns its argument, or raises a ConfigError that says what it must be.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +44,25 @@ def functions(name: str, value: Any, example: str) -> list[Callable[..., Any]]:
             pass  # a builtin does not say what it takes
         except TypeError as error:
             _refuse(f"{name}[{i}]", function, f"a function of one argument ({error})")
+        if _begins_only(function):
+            _refuse(
+                f"{name}[{i}]",
+                function,
+                "a plain function: no call of an async one, or of a generator, runs its body",
+            )
     return found
+
+
+def _begins_only(function: Callable[..., Any]) -> bool:
+    """Whether a call returns a coroutine or a generator, and runs nothing of the function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    kinds = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    return any(kind(found) for kind in kinds for found in (function, type(function).__call__))
 
 
 def rows(name: str, value: Any, files: str) -> Any:

@@ -1,5 +1,6 @@
 """A wrong argument of the library is refused before jax is prepared, with what it must be."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,19 @@ ENTRIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "export": (rl.export, {"model": ".", "output": "out"}),
     "load_config": (rl.load_config, {"config": "grpo"}),
 }
+
+
+async def waits(report):
+    """A callback whose call runs nothing."""
+
+
+def yields(report):
+    yield report
+
+
+class Waits:
+    async def __call__(self, report):
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +55,10 @@ def devices(monkeypatch):
             "train",
             {"callbacks": [lambda: None]},
             r"callbacks\[0\]=.*: expected a function of one argument \(too many positional",
+        ),
+        *(
+            ("train", {"callbacks": [each]}, r"callbacks\[0\]=.*: expected a plain function")
+            for each in (waits, partial(waits), Waits(), yields)
         ),
         (
             "train",

@@ -149,7 +149,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
                 _make(path)
                 stack.enter_context(_lock(path))
                 latest = _latest_step(path)
-                _check_no_model(path)
+                _check_no_model(path, latest)
                 _check_config(path, json.loads(text), latest)
             except ConfigError as refused:
                 error = str(refused)
@@ -225,12 +225,18 @@ def _latest_step(path: Path) -> int | None:
 # ------------------------------------------------------------------------- config
 
 
-def _check_no_model(path: Path) -> None:
+def _check_no_model(path: Path, latest: int | None) -> None:
     """Raises: ConfigError for a folder of a model or the like, whose config.json would be lost."""
     try:
-        stored = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError):
+        text = (path / CONFIG).read_bytes()
+    except OSError:
         return
+    try:
+        stored = json.loads(text)
+    except (ValueError, RecursionError):
+        if not text.strip() or latest is not None or has_steps(path):
+            return  # of a run: `_check_config` reads it too
+        stored = None
     if not isinstance(stored, dict) or "total_steps" not in stored:
         raise ConfigError(
             f"{path} is no folder of a run, and the run would overwrite its {CONFIG}; give "
@@ -260,7 +266,7 @@ def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> Non
         return
     try:
         stored = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} is damaged ({error}), so the config of {a_run(latest)} is unknown; "
             f"repair it, or delete it to go on with this config, or give --config.run_dir="

@@ -70,14 +70,16 @@ def refusal(config: Config) -> str:
 # ------------------------------------------------------------------------- config
 
 
-def test_the_folder_of_a_model_is_refused_and_keeps_its_config(tmp_path):
+@pytest.mark.parametrize("text", ['{"model_type": "llama"}', '{"model_type": "llama",}'])
+def test_the_folder_of_a_model_is_refused_and_keeps_its_config(tmp_path, text):
+    """Also one whose config.json was edited by hand and cannot be read."""
     file = tmp_path / "model" / "config.json"
     file.parent.mkdir()
-    file.write_text('{"model_type": "llama"}')
+    file.write_text(text)
     message = refusal(config_in(file.parent))
     assert "is no folder of a run" in message and "--config.run_dir=" in message
     assert "model-2" in message
-    assert file.read_text() == '{"model_type": "llama"}'
+    assert file.read_text() == text
 
 
 def test_another_config_is_refused_and_nothing_is_changed(tmp_path):

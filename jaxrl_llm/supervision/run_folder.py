@@ -99,7 +99,7 @@ ABSENT = "(not set)"
 class RunFolder:
     """An opened run folder."""
 
-    path: Path
+    path: Path  # absolute
     latest_step: int | None  # of its newest complete checkpoint; None: it holds no run yet
     config_text: str  # of this process
 
@@ -137,7 +137,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         config, or when it cannot be written. Nothing in the folder is changed then. Also when the
         processes of the run do not run the same.
     """
-    path = run_folder(config)
+    path = run_folder(config).absolute()  # a callback may change the working directory
     text, error, latest = to_json(config), "", None
     own = _what_runs(config, text)
     # A config of each process would be a large message, so it is sent where digests differ alone.

@@ -28,7 +28,7 @@ from jaxrl_llm.checkpoint.identity import (
 from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.compiling.stored import Start, start_of
-from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline
+from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline, run_folder
 from jaxrl_llm.data.overlap import say_overlap
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
@@ -236,7 +236,7 @@ class Run:
             return
         found = about(
             self.plan,
-            run_dir=self.run_dir,
+            run_dir=run_folder(self.config),
             num_train=self.data.num_rows,
             num_held_out=self.data.num_held_out,
             step=self.resume_step,

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from tiny import SUMS as ROWS
-from tiny_program import program_config
+from tiny_program import EXACT, program_config
 from tiny_run import read_jsonl
 
 import jaxrl_llm as rl
@@ -245,3 +246,16 @@ def test_rows_of_another_kind():
     data = datasets.Dataset.from_list(ROWS)
     made = rl.DataConfig(train_rows=data).train_rows
     assert made is not None and (made.num_rows, made.digest) == (16, rows_digest(ROWS))
+
+
+def test_a_callback_may_change_the_working_directory(tmp_path, monkeypatch):
+    """The rest of a run whose folder is relative was written elsewhere, or could not be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    run = config(Path("run"), save_every=1, reward=EXACT)
+    summary = rl.train(run, train_data=ROWS, callbacks=[lambda _: os.chdir(tmp_path / "elsewhere")])
+    assert summary.run_dir == tmp_path / "run" / "run"
+    assert len(read_jsonl(summary.run_dir / "metrics.jsonl")) == 5
+    assert summary.checkpoint == summary.run_dir / "checkpoints" / "global_step_4"
+    assert not (summary.run_dir / "run.lock").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())

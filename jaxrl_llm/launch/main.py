@@ -59,6 +59,21 @@ def imports() -> Iterator[None]:
 def _begin() -> None:
     global _is_command
     _is_command = True
+    _open_standard_streams()
+
+
+def _open_standard_streams() -> None:
+    """Let stdin, stdout and stderr be /dev/null where the process began without them.
+
+    Otherwise the first files that are opened get their numbers, and what XLA writes to stderr would
+    stand in a file of the user.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+            setattr(sys, name, open(descriptor, mode, closefd=False))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

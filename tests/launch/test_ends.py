@@ -123,3 +123,27 @@ def test_another_broken_pipe_keeps_its_traceback():
 
     with pytest.raises(BrokenPipeError):
         run_script(broken, [])
+
+
+CLOSED = """
+import os, sys
+os.closerange(0, 3)
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
+"""
+REPORTS = """
+import os, sys
+from jaxrl_llm.launch import main
+main._begin()
+file = open(sys.argv[1], "w")
+os.write(2, b"a line of XLA")
+print("text", sys.stdin.read())
+print(file.fileno() > 2, file=file)
+"""
+
+
+def test_a_command_without_standard_streams(tmp_path):
+    """The first file got the number of stderr, and print failed as there was no stdout."""
+    file = tmp_path / "written"
+    command = [sys.executable, "-c", CLOSED, REPORTS, str(file)]
+    assert subprocess.run(command, timeout=60).returncode == 0
+    assert file.read_text() == "True\n"

@@ -30,6 +30,8 @@ from jaxrl_llm.types import (
 HOST = "host"  # role of a stage that runs Python
 DEVICE = "device"  # role of a stage that is traced and needs no state
 MORE_DEVICES = "more devices on config.mesh.fsdp"  # with which every program needs less memory
+# How the names of metrics begin that the trainer adds to those of the stages.
+TRAINER_METRICS = ("timing_s/", "perf/", "training/global_step", "training/epoch")
 States = dict[str, Any]  # what each role keeps between steps, by its name
 
 
@@ -160,6 +162,7 @@ class Stage:
                 f"stage {self.name!r} has updates={self.updates} and returned "
                 f"{'a' if output.state is not None else 'no'} state"
             )
+        _check_numbers(self.name, output)
         for name, value in output.writes.items():
             axes = ROLLOUT_AXES.get(name)
             shape = np.shape(value)
@@ -180,6 +183,39 @@ class Stage:
                     f"stage {self.name!r} returned the metric {name!r} of shape {np.shape(value)}; "
                     "a metric is one number, such as the mean"
                 )
+
+
+def _check_numbers(stage: str, output: StageOutput) -> None:
+    """ValueError unless the fields are real arrays, and the metrics real numbers of the stage."""
+    for name, value in output.writes.items():
+        if not _is_real(value):
+            raise ValueError(
+                f"stage {stage!r} returned {name} as {_kind(value)}; return an array of real "
+                "numbers"
+            )
+    for name, value in output.metrics.items():
+        if not (isinstance(value, int | float) or _is_real(value)):
+            raise ValueError(
+                f"stage {stage!r} returned the metric {name!r} as {_kind(value)}; a metric is a "
+                "number"
+            )
+        if str(name).startswith(TRAINER_METRICS):
+            raise ValueError(
+                f"stage {stage!r} returned the metric {name!r}, and the trainer writes those that "
+                f"begin with {', '.join(TRAINER_METRICS)}; rename it"
+            )
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is an array, or a trace of one, of floats, integers or bools."""
+    dtype = getattr(value, "dtype", None)
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def _kind(value: Any) -> str:
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ if dtype is None else f"an array of {dtype}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

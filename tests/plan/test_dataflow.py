@@ -158,6 +158,15 @@ COST = np.ones(4)
             r"metric .mine. of shape \(4,\); a",
         ),
         (StageOutput({"cost": COST}, {"": 1.0}), "a metric with the name ''; give it a name of"),
+        (StageOutput({"cost": [1.0] * 4}), "cost as list; return an array of real numbers"),
+        (StageOutput({"cost": 1j * COST}), "cost as an array of complex128; return an array of"),
+        (StageOutput({"cost": COST.astype(object)}), "cost as an array of object"),
+        (StageOutput({"cost": COST}, {"mine": None}), "metric 'mine' as NoneType; a metric is a n"),
+        (StageOutput({"cost": COST}, {"mine": "1"}), "metric 'mine' as str; a metric is a number"),
+        (
+            StageOutput({"cost": COST}, {"training/global_step": 7.0}),
+            "metric 'training/global_step', and the trainer writes those that begin with",
+        ),
     ],
 )
 def test_what_a_stage_returns_is_what_it_says(output, words):

@@ -23,6 +23,8 @@ from jaxrl_llm.references import load
 IDS = "trackers.json"  # in the run's folder: ids by tracker, under which a resumed run goes on
 PROJECT = "jaxrl_llm"  # where the tracker's own variable names none
 MOST_FAILURES = 5  # in a row, after which a tracker is not called again
+# Of another package's or the user's code. sys.exit would end a run with the code of a success.
+FAILURES = (Exception, SystemExit)
 LONGEST_PARAMETER = 500  # characters of a value of MLflow
 
 
@@ -103,7 +105,7 @@ def open_trackers(
     for name, make in makers.items():
         try:
             tracker = make(run)
-        except Exception as error:  # another package's or the user's code
+        except FAILURES as error:
             for opened in found:
                 opened.close()
             raise ValueError(
@@ -138,7 +140,7 @@ class Guarded:
         if self._failures < MOST_FAILURES:
             self._call(lambda: self._tracker.close())
         else:
-            with suppress(Exception):  # what is wrong was said
+            with suppress(*FAILURES):  # what is wrong was said
                 self._tracker.close()
 
     def _call(self, action: Callable[[], None]) -> None:
@@ -147,7 +149,7 @@ class Guarded:
         try:
             action()
             self._failures = 0
-        except Exception as error:  # another package's or the user's code
+        except FAILURES as error:
             self._failures += 1
             what = f"the tracker {self._name} failed ({type(error).__name__}: {error})"
             if not self._reported:

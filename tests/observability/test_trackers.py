@@ -8,6 +8,8 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_run import TinyRun
@@ -226,6 +228,21 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_no_run():
     assert calls == list(range(1, 3 + MOST_FAILURES + 1))
     tracker.close()
     assert calls[-1] == 0 and len(said) == 2
+
+
+def test_a_tracker_that_exits_is_one_that_fails(tmp_path):
+    """The run ended with code 0 before its last step."""
+    said: list[str] = []
+    exits: Any = SimpleNamespace(log=lambda *_: sys.exit(0), close=lambda: sys.exit(0))
+    tracker = Guarded("exits", exits, said.append)
+    for step in range(1, 9):
+        tracker.log(step, {})
+    tracker.close()
+    assert said[0].startswith("the tracker exits failed (SystemExit: 0); the run goes on")
+    (tmp_path / "exits.py").write_text("import sys\n\ndef opened(run):\n    sys.exit(0)\n")
+    run: Any = SimpleNamespace()
+    with pytest.raises(ValueError, match=r"could not be opened \(SystemExit: 0\)"):
+        open_trackers([f"{tmp_path}/exits.py:opened"], run, said.append)
 
 
 def test_no_tracker_is_opened_where_one_is_not_there(tmp_path):

@@ -66,10 +66,13 @@ def _check_declarations(path: str, stage: Stage) -> None:
     parameters = inspect.signature(stage).parameters.values()
     keywords = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     by_place = [p.name for p in parameters if p.kind not in keywords and p.default is p.empty]
-    if not (isinstance(stage.name, str) and stage.name.isidentifier()):
-        wrong = f"its name is {stage.name!r}; give it one of letters, digits and _"
+    name = getattr(stage, "name", None)
+    if not (isinstance(name, str) and name.isidentifier()):
+        wrong = f"its name is {name!r}; give it one of letters, digits and _"
     elif not (isinstance(writes, tuple) and all(isinstance(name, str) for name in writes)):
         wrong = f"its writes is {writes!r}; give a tuple of names, such as ('scores',)"
+    elif len(by_place) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        wrong = "its __call__ takes no state and step; begin it with self, state, step, *"
     elif len(by_place) > 2:
         wrong = f"it takes {by_place[2]!r} by position; put a * before it, as before each field"
     if wrong:

@@ -162,6 +162,8 @@ def test_a_loss_reads_the_field_of_a_stage_of_the_users(own):
         (('"weights"', '"a b"'), "its name is 'a b'; give it one of letters"),
         (('("length_weights",)', '"length_weights"'), "its writes is 'length_weights'; give a tup"),
         (("step, *, mask", "step, mask"), "it takes 'mask' by position; put a "),
+        (("state, step, *, mask", "*, mask"), "takes no state and step; begin it with self, st"),
+        (('name = "weights"', 'title = "weights"'), "its name is None; give it one of letters"),
     ],
 )
 def test_declarations_of_a_stage_are_checked(own, changed, message):

@@ -361,8 +361,13 @@ def _own_part() -> tuple[int, int]:
     return jax.process_index(), jax.process_count()
 
 
-def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """The frozen roles of a run's checkpoint directory. ValueError if they are missing."""
+def restore_frozen(
+    directory: str | Path, abstract: Mapping[str, Any], loop: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The frozen roles of a run's checkpoint directory. `loop` is a checkpoint's loop state.
+
+    Raises: ValueError if they are missing, damaged, or those of another run than the checkpoint.
+    """
     import orbax.checkpoint as ocp
 
     path = Path(directory).absolute() / FROZEN
@@ -373,7 +378,15 @@ def restore_frozen(directory: str | Path, abstract: Mapping[str, Any]) -> dict[s
         )
     check_frozen(path)
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path, dict(abstract))
+        found = checkpointer.restore(path, dict(abstract))
+    if saved := loop.get(FROZEN):  # none in a checkpoint of an older version
+        now = digests.array_digests(found)
+        if others := [name for name in now if now[name] != saved.get(name)]:
+            raise DamagedCheckpoint(
+                f"{path} is of another run: the checkpoint was saved with other weights of "
+                f"{', '.join(others)}. Put the folder {FROZEN} of its own run there"
+            )
+    return found
 
 
 def check_frozen(path: Path) -> None:

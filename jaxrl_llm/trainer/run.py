@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.checkpoint import layout, manager
+from jaxrl_llm.checkpoint import digests, layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.identity import (
     CODE,
@@ -166,6 +166,7 @@ class Run:
     totals: RunTotals = field(default_factory=RunTotals)
     _own: Training | None = None
     _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
+    _frozen: dict[str, Any] = field(default_factory=dict)  # digests of the frozen roles
 
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
@@ -341,6 +342,10 @@ class Run:
         if self.plan.reloaded and not self._bases:
             self._bases = bases_record(self.plan, states)
         loop_state[BASES] = self._bases
+        if self.plan.frozen and not self._frozen:
+            frozen = {name: states[name] for name in self.plan.frozen}
+            self._frozen = digests.array_digests(frozen)
+        loop_state[layout.FROZEN] = self._frozen
         items = to_items(states, self._apart)
         self.output.flush()
         self.watch.enter("disk space", learn=False)
@@ -384,8 +389,8 @@ class Run:
             ) from None
         kept = {name: abstract[name] for name in frozen}
         bases = read_bases(self.plan, loop_state.get(BASES, {}))
-        fixed = bases | (manager.restore_frozen(path.parent, kept) if kept else {})
-        return from_items(items, fixed), loop_state
+        fixed = manager.restore_frozen(path.parent, kept, loop_state) if kept else {}
+        return from_items(items, bases | fixed), loop_state
 
 
 def saves_first(config: Config) -> bool:

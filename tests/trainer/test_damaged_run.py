@@ -105,6 +105,19 @@ def test_frozen_roles_without_a_file_are_refused(run: TinyRun, tmp_path: Path, n
     assert "Traceback" not in output
 
 
+def test_frozen_roles_of_another_run_are_refused(run: TinyRun, tmp_path: Path) -> None:
+    """The run went on with the reference of another run, which is sound, and so with another KL."""
+    other = TinyRun(tmp_path / "other", "--config.seed=5", "--config.total_steps=1")
+    other.finish_here("--config.warmup=null")
+    again = copied(run, tmp_path)
+    shutil.rmtree(again.step_path(TOTAL_STEPS))
+    shutil.rmtree(again.checkpoints / "frozen")
+    shutil.copytree(other.checkpoints / "frozen", again.checkpoints / "frozen")
+    output = again.finish_here(code=2)
+    assert "frozen is of another run: the checkpoint was saved with other weights of ref" in output
+    assert "Traceback" not in output
+
+
 def test_verify_has_a_line_for_each_checkpoint(run: TinyRun, tmp_path: Path) -> None:
     found = verified(run.run_dir)
     assert found.returncode == 0, found.stdout + found.stderr

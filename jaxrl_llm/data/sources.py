@@ -8,7 +8,9 @@ arrow and JSON lines row by row. A JSON list, CSV and the rows of a class are in
 import csv
 import inspect
 import json
+import os
 import threading
+import zlib
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxrl_llm.data_files import DataFile
 from jaxrl_llm.references import call
@@ -263,24 +265,54 @@ class JsonLines(Rows):
     def __init__(self, path: str):
         self._path = path
         self._starts, self._lines = array("q"), array("q")  # of the lines that are not blank
-        position = 0
+        self._size, self._sum = 0, 0
         with open(path, "rb") as file:
+            self._version = _version(file)
             for number, line in enumerate(file):
                 if line.strip():
-                    self._starts.append(position)
+                    self._starts.append(self._size)
                     self._lines.append(number)
-                position += len(line)
+                self._size += len(line)
+                self._sum = zlib.crc32(line, self._sum)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
-        with open(self._path, "rb") as file:
+        try:
+            file = open(self._path, "rb")
+        except FileNotFoundError:
+            raise ValueError(f"{self._path!r} {_GONE}") from None
+        with file:
+            self._check_same(file)
             for i in range(start, min(stop, len(self))):
                 file.seek(self._starts[i])
                 line, number = file.readline(), self._lines[i]
                 text = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
                 yield _json_row(self._path, number, text)
+
+    def _check_same(self, file: BinaryIO) -> None:
+        """ValueError where the lines are others than at first. New ones may follow them."""
+        if (version := _version(file)) == self._version:
+            return
+        found, left = 0, self._size
+        while left and (piece := file.read(min(left, 1 << 20))):
+            found, left = zlib.crc32(piece, found), left - len(piece)
+        if left or found != self._sum:
+            raise ValueError(f"{self._path!r} {_GONE}")
+        self._version = version
+
+
+_GONE = (
+    "was changed or removed after the run began to read it: put the file of the beginning there "
+    "and start again, or begin a run of its own with the new rows"
+)
+
+
+def _version(file: BinaryIO) -> tuple[int, ...]:
+    """What changes where a file is written or replaced."""
+    found = os.fstat(file.fileno())
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 # What a value of a column raises: text that is no UTF-8, a date beyond Python's, a time zone that

@@ -102,6 +102,24 @@ def test_bad_json_lines_keep_their_place_and_say_why(tmp_path):
     ]
 
 
+def test_json_lines_that_change_while_they_are_read(tmp_path):
+    """Streamed rows were silently those of another file with lines of the same lengths."""
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    rows = open_rows(DataFile(str(path), "jsonl"))
+    text = path.read_text()
+    path.write_text(text + '{"prompt": "6+1="}\n')
+    assert [row.data for row in rows.read(0, 9) if isinstance(row, RawRow)] == ROWS
+    for changed in (text.replace("4+1", "7+7"), text[:-9], ""):
+        path.write_text(changed)
+        with pytest.raises(ValueError, match=r"rows.jsonl' was changed or removed after the run"):
+            list(rows.read(0, 1))
+    path.write_text(text)
+    assert len(list(rows.read(0, 9))) == len(ROWS)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"rows.jsonl' was changed or removed after the run"):
+        list(rows.read(0, 1))
+
+
 def test_a_key_that_stands_twice_spoils_its_row_or_file(tmp_path):
     path = tmp_path / "twice.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}\n{"a": {"b": 1, "b": 2}}\n')

@@ -276,6 +276,8 @@ def shown(value: Any, most: int = 80) -> str:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         text = "an integer of many digits"
+    except RecursionError:
+        text = f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -40,9 +40,9 @@ from jaxrl_llm.rewards.loading import (
     is_builtin,
     load_bound,
 )
-from jaxrl_llm.rewards.pool import Hopeless, Task, WorkerLimits, WorkerPool
 from jaxrl_llm.rewards.statistics import RewardStatistics
 from jaxrl_llm.rewards.steps import Steps
+from jaxrl_llm.rewards.workers.pool import Hopeless, Task, WorkerLimits, WorkerPool
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
     from jaxrl_llm.types import Completion, Prompt

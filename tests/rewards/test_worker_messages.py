@@ -13,9 +13,9 @@ import pytest
 from jaxrl_llm import config as c
 from jaxrl_llm.rewards.calling import CallError, Graded, Reply
 from jaxrl_llm.rewards.manager import RewardManager
-from jaxrl_llm.rewards.messages import pack_replies, replies_of
 from jaxrl_llm.rewards.steps import Steps
-from jaxrl_llm.rewards.wire import (
+from jaxrl_llm.rewards.workers.messages import pack_replies, replies_of
+from jaxrl_llm.rewards.workers.wire import (
     LENGTH,
     Malformed,
     pack_answer,

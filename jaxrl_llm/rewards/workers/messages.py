@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.calling import (
 )
 from jaxrl_llm.rewards.loading import FunctionInfo
 from jaxrl_llm.rewards.steps import ENDS, SCORES, Steps, read_steps
-from jaxrl_llm.rewards.wire import Malformed, pack_answer, pack_request
+from jaxrl_llm.rewards.workers.wire import Malformed, pack_answer, pack_request
 
 LONGEST = 8000  # characters of an error, which the worker has shortened already
 KINDS = ("exception", "crash", "timeout", "bad return", "not run")

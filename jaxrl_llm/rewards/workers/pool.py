@@ -22,11 +22,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxrl_llm.rewards import keeper, processes
+from jaxrl_llm.rewards import processes
 from jaxrl_llm.rewards.calling import BatchCall, CallError, Reply, SampleCall, timeout_error
 from jaxrl_llm.rewards.loading import FunctionInfo
-from jaxrl_llm.rewards.messages import info_of, pack_calls, replies_of
-from jaxrl_llm.rewards.wire import MAX_ANSWER, Channel, Malformed, pack_request, unpack_answer
+from jaxrl_llm.rewards.workers import keeper
+from jaxrl_llm.rewards.workers.messages import info_of, pack_calls, replies_of
+from jaxrl_llm.rewards.workers.wire import (
+    MAX_ANSWER,
+    Channel,
+    Malformed,
+    pack_request,
+    unpack_answer,
+)
 
 LOAD_LIMIT = 120.0  # seconds to import a user's module; libraries such as torch are slow
 GRACE = 1.0  # seconds for an async call to end at its own limit before its worker is killed
@@ -35,7 +42,7 @@ KEEPER = """
 import json, sys
 settings = json.loads(sys.argv[1])
 sys.path[:] = settings["path"]
-from jaxrl_llm.rewards import keeper
+from jaxrl_llm.rewards.workers import keeper
 keeper.main(settings)
 """
 # Variables whose names say that they are secret.

@@ -55,7 +55,7 @@ def _become_worker(settings: dict[str, Any], output: int) -> NoReturn:
         os.dup2(output, descriptor)
     _limit(settings)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")
-    from jaxrl_llm.rewards import wire, worker
+    from jaxrl_llm.rewards.workers import wire, worker
 
     os.set_inheritable(settings["socket"], False)  # not for what a user function starts
     with suppress(EOFError, BrokenPipeError):

@@ -7,8 +7,9 @@ So a worker starts as fast as a bare Python and never sees an accelerator.
 import asyncio
 from typing import Any
 
-from jaxrl_llm.rewards import calling, loading, messages
-from jaxrl_llm.rewards.wire import MAX_ANSWER, Channel, pack_answer, unpack_request
+from jaxrl_llm.rewards import calling, loading
+from jaxrl_llm.rewards.workers import messages
+from jaxrl_llm.rewards.workers.wire import MAX_ANSWER, Channel, pack_answer, unpack_request
 
 
 def serve(channel: Channel) -> None:

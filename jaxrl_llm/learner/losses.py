@@ -28,12 +28,19 @@ from jaxrl_llm.learner.forward import (
     response_statistics,
     response_values,
 )
-from jaxrl_llm.learner.router_losses import RouterLoss
+from jaxrl_llm.learner.router_losses import ROUTER_METRICS, RouterLoss
 from jaxrl_llm.learner.rows import ROUTES, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 
 OF_POLICY = ("logprobs", "entropy", "top_logprobs")  # what a policy loss may learn from
+# What a step measures of itself; its loss has metrics of its own.
+BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
+STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
+STEP_METRICS += ROUTER_METRICS
+NONFINITE = "nonfinite_gradients"  # one bool a parameter; `check_gradients` turns it into names
+_OF_STEP = (NONFINITE, *STEP_METRICS)
+TAKEN = {"loss", *_OF_STEP, *(f"{role}/{n}" for role in ("actor", "critic") for n in _OF_STEP)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +220,8 @@ def _counts(fields: Fields) -> dict[str, Array]:
 
 
 def _joined(ours: Metrics, of_function: Metrics) -> Metrics:
-    """Both. ValueError for a name that both have."""
-    if again := sorted(ours.keys() & of_function.keys()):
+    """Both. ValueError for a name that both have, or that the step gives a metric of its own."""
+    if again := sorted((ours.keys() | TAKEN) & of_function.keys()):
         raise ValueError(
             f"the loss returns the metric {again[0]!r}, which the trainer writes itself; take "
             f"another name, such as {again[0] + '_of_mine'!r}"

@@ -19,7 +19,7 @@ from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
-from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.losses import NONFINITE, PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import (
     MicroBatches,
     Parts,
@@ -29,7 +29,7 @@ from jaxrl_llm.learner.micro_batches import (
 )
 from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.learner.router_balance import balanced
-from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, ROUTER_METRICS, load_metrics
+from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, load_metrics
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
 from jaxrl_llm.models.layers import Weight
@@ -39,11 +39,6 @@ from jaxrl_llm.models.lora import DROPOUT, Lora, join, merged_ahead
 # `Weight`: a loss reads parameters by `forward.prepare`, or a leaf by `[...]`.
 Loss = PolicyLoss | ValueLoss | RecordLoss
 Measure = Callable[[Any, Fields], Metrics]
-# What a step measures of itself; its loss has metrics of its own.
-BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
-STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
-STEP_METRICS += ROUTER_METRICS
-NONFINITE = "nonfinite_gradients"  # one bool a parameter; `check_gradients` turns it into names
 
 
 @dataclass(frozen=True, kw_only=True)

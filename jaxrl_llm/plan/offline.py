@@ -27,6 +27,7 @@ from jaxrl_llm.config import Config, SupervisedConfig
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.layout import shard_rows, shard_stacked
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.learner.losses import NONFINITE
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.offline_losses import (
     RecordLoss,
@@ -38,7 +39,6 @@ from jaxrl_llm.learner.offline_losses import (
 )
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Metrics, Params, params_of
-from jaxrl_llm.learner.train_step import NONFINITE
 from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
 from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import (

@@ -25,6 +25,7 @@ from jaxrl_llm.learner.forward import (
     response_statistics,
     response_values,
 )
+from jaxrl_llm.learner.losses import BUBBLE, NONFINITE, STEP_METRICS
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
 from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
@@ -36,9 +37,6 @@ from jaxrl_llm.learner.train_state import (
     params_of,
 )
 from jaxrl_llm.learner.train_step import (
-    BUBBLE,
-    NONFINITE,
-    STEP_METRICS,
     Base,
     Loss,
     Measure,

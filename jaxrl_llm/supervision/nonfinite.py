@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.distributed.multihost import fetch
-from jaxrl_llm.learner.train_step import NONFINITE
+from jaxrl_llm.learner.losses import NONFINITE
 
 SHOWN = 5
 

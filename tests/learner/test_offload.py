@@ -13,9 +13,10 @@ from jaxrl_llm.checkpoint.manager import CheckpointManager
 from jaxrl_llm.config import ConfigError, OptimizerConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.sharding import check_host_memory
+from jaxrl_llm.learner.losses import NONFINITE
 from jaxrl_llm.learner.optimizer import AT_ONCE, make_optimizer, schedule
 from jaxrl_llm.learner.train_state import init_state, state_shardings
-from jaxrl_llm.learner.train_step import NONFINITE, apply_gradients
+from jaxrl_llm.learner.train_step import apply_gradients
 from jaxrl_llm.models.config import BALANCE
 
 SHAPES = {"a": (3,), "b": (8, 6), "c": (), "d": (5, 7), "e": (6, 8)}  # more than are there at once

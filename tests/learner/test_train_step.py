@@ -28,13 +28,12 @@ from jaxrl_llm.distributed.layout import train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner import optimizer as optimizer_module
 from jaxrl_llm.learner.forward import ForwardSettings, response_values
-from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss, with_counts
+from jaxrl_llm.learner.losses import NONFINITE, PolicyLoss, ValueLoss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.optimizer import make_optimizer, schedule
 from jaxrl_llm.learner.rows import rows_of
 from jaxrl_llm.learner.train_state import CastAhead, init_state, state_shardings
 from jaxrl_llm.learner.train_step import (
-    NONFINITE,
     accumulate,
     apply_gradients,
     mini_batches,

@@ -303,6 +303,13 @@ def nameless():
     return replace(build_online(GRPO()), policy_loss=loss)
 
 
+def replaced():
+    def loss(logprobs, advantages, mask):
+        return -logprobs * advantages, {"actor/grad_norm": logprobs}
+
+    return replace(build_online(GRPO()), policy_loss=loss)
+
+
 def unbound():
     def advantage(scores, mask, *, scale):
         return mask * scale, mask
@@ -362,6 +369,7 @@ def idle_critic():
     ("name", "message"),
     [
         ("renames", "'actor/pg_loss', which the trainer writes itself; take another name"),
+        ("replaced", "'actor/grad_norm', which the trainer writes itself; take another name"),
         ("nameless", "policy_loss returned the metric '' .*a metric has a name, which is text"),
         ("unbound", "the setting 'scale' has no value: give it a default, or bind it with"),
         ("unnamed", r"takes \*\*fields; name the batch fields that it reads"),

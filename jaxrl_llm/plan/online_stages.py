@@ -18,7 +18,7 @@ from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
-from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, plan
+from jaxrl_llm.plan.dataflow import DEVICE, HOST, Segment, Stage, plan
 from jaxrl_llm.plan.generating import ContinueResponses, Generate, GenerateGreedily, Generation
 from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.roles import (
@@ -37,7 +37,7 @@ from jaxrl_llm.plan.scores import (
     score_stages,
 )
 from jaxrl_llm.plan.stages import correction
-from jaxrl_llm.references import call, check_settings, load
+from jaxrl_llm.references import call, check_settings, load, nearest
 from jaxrl_llm.types import INPUT_FIELDS
 
 SCORE = "score"  # by which groups are filtered where no part of the reward is named
@@ -107,6 +107,14 @@ class Planning:
             and not critic_warmup(self.config, self.algorithm)
             and not (lora and lora.dropout)
         )
+        known = (DEVICE, HOST, stages.KL_CONTROLLER, *self.roles)
+        for stage in self.own_stages:
+            if stage.role not in known:
+                hint = nearest(stage.role, known)
+                raise ConfigError(
+                    f"config.stages: the stage {stage.name!r} has the role {stage.role!r}, and "
+                    f"this run has {', '.join(known)}{hint}; see docs/add-a-stage.md"
+                )
         # The metrics of a batch are those of its advantages, also where no loss reads them.
         goals = ("advantages",)
         planned = plan(self.catalogue(own_logprobs=own), goals)

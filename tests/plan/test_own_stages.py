@@ -164,6 +164,10 @@ def test_a_loss_reads_the_field_of_a_stage_of_the_users(own):
         (("step, *, mask", "step, mask"), "it takes 'mask' by position; put a "),
         (("state, step, *, mask", "*, mask"), "takes no state and step; begin it with self, st"),
         (('name = "weights"', 'title = "weights"'), "its name is None; give it one of letters"),
+        (
+            ('name = "weights"', 'name = "weights"\n    role = "hosts"'),
+            "'weights' has the role 'hosts', and this run has device, host, .*you mean 'host'",
+        ),
     ],
 )
 def test_declarations_of_a_stage_are_checked(own, changed, message):

@@ -89,9 +89,10 @@ class Record:
     @classmethod
     def _fits_float32(cls, value: Any) -> Any:
         """Devices compute in float32, where larger numbers are infinite and smaller ones 0."""
-        if isinstance(value, float) and value and math.isfinite(value):
-            if not SMALLEST <= abs(value) <= LARGEST:
-                raise ValueError(f"beyond float32: give 0, or from {SMALLEST:g} to {LARGEST:g}")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and number and math.isfinite(number):
+                if not SMALLEST <= abs(number) <= LARGEST:
+                    raise ValueError(f"beyond float32: give 0, or from {SMALLEST:g} to {LARGEST:g}")
         return value
 
 

@@ -132,6 +132,10 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         {"actor.optimizer.eps": 1e-50},
         "eps=1e-50: beyond float32: give 0, or",
     ),
+    "beyond float32 in a list": (
+        {"reward.weights": [1e300]},
+        "config.reward.weights=[1e+300]: beyond float32: give 0, or",
+    ),
     "cold": (
         {"rollout.temperature": 1e-10},
         "temperature=1e-10: log-probs at it have no digits in float32; 0 is greedy, and 0.001",

@@ -73,13 +73,18 @@ def _work(options: Options, shape: str) -> dict[str, Any]:
 
 
 def _step(options: Options, shape: str, workload: str) -> dict[str, Any]:
-    """A whole step for TRL. A micro-batch has as many tokens as ours, in rows of one sample."""
+    """A whole step for TRL.
+
+    Its micro-batches have at most as many tokens as ours, in rows of one sample, and divide the
+    samples.
+    """
     config = options.config(shape, workload)
     data, lora = config.data, config.actor.lora
     prompt, response = data.max_prompt_length, data.max_response_length
-    micro_batch = config.actor.micro_batch_size
+    samples = data.train_batch_size * config.rollout.n
+    most = config.actor.micro_batch_size or samples
     if config.actor.micro_batch_tokens:
-        micro_batch = max(1, config.actor.micro_batch_tokens // (prompt + response))
+        most = max(1, config.actor.micro_batch_tokens // (prompt + response))
     targets = list(lora.targets)
     adapters = {
         "r": lora.rank,
@@ -95,7 +100,7 @@ def _step(options: Options, shape: str, workload: str) -> dict[str, Any]:
         "samples": config.rollout.n,
         "prompt": prompt,
         "response": response,
-        "micro_batch": micro_batch or data.train_batch_size * config.rollout.n,
+        "micro_batch": max(d for d in range(1, most + 1) if samples % d == 0),
         "lora": adapters if lora.enabled else None,
         # Faster without. "projections" and "attention" keep what torch would compute again.
         "remat": config.actor.remat == "full",

@@ -1,9 +1,10 @@
 """The stored results, docs/results.jsonl: every dated row with its command. No jax.
 
 A row is a JSON object a line, oldest first within an `id`: id, what, date, ours, unit, better
-(higher or lower), baseline, baseline_value, ratio, compared ("same run", "separate run",
-"published"), command, hardware, versions; `note` where there is one. Rows of one id measure the
-same question, so the last one is the current figure. `ratio` is above 1 where ours is better.
+(higher or lower), baseline, baseline_value, ratio, compared ("same run", "same machine", "same
+session", "separate run", "published"), command, hardware, versions; `note` where there is one.
+Rows of one id measure the same question, so the last one is the current figure. `ratio` is above 1
+where ours is better.
 Rows whose id begins with "ratio/" are those of docs/benchmarks.json: ours over the peer.
 """
 

@@ -409,6 +409,7 @@ def test_the_reference_is_timed_with_frozen_weights():
     [
         (["--workload=grpo"], 8, None),
         (["--workload=grpo_lora", "--config.actor.micro_batch_tokens=40"], 2, 16),
+        (["--workload=grpo_lora", "--config.actor.micro_batch_tokens=112"], 4, 16),
         (["--workload=grpo_lora_apart", "--config.actor.micro_batch_size=4"], 4, 16),
     ],
 )

@@ -389,6 +389,7 @@ class Run:
             ) from None
         kept = {name: abstract[name] for name in frozen}
         bases = read_bases(self.plan, loop_state.get(BASES, {}))
+        self._frozen = loop_state.get(layout.FROZEN, {})
         fixed = manager.restore_frozen(path.parent, kept, loop_state) if kept else {}
         return from_items(items, bases | fixed), loop_state
 

@@ -119,8 +119,8 @@ def test_a_changed_module_of_a_function_is_named(tmp_path, monkeypatch):
         "helper_of_mine.py": "import deep_of_mine as deep, grade_of_mine\n",
         "deep_of_mine.py": "VALUE = 1\n",
         "parts_of_mine/__init__.py": "",
-        "parts_of_mine/inner.py": "from . import beside\nfrom .other import *\n",
-        "parts_of_mine/beside.py": "not python(\n",
+        "parts_of_mine/inner.py": "from . import broken\nfrom .other import *\n",
+        "parts_of_mine/broken.py": "not python(\n",
         "parts_of_mine/other.py": "",
         "json.py": "",  # hidden by the standard library
         "hidden_of_mine.py": "",
@@ -134,7 +134,7 @@ def test_a_changed_module_of_a_function_is_named(tmp_path, monkeypatch):
     config = apply_overrides(load_config("grpo"), {"reward.functions": [path]})
     first = code_record(config)
     key = f"config.reward.functions.0={path}"
-    inner = [f"parts_of_mine{x}" for x in ("", ".beside", ".inner", ".other")]
+    inner = [f"parts_of_mine{x}" for x in ("", ".broken", ".inner", ".other")]
     modules = ["deep_of_mine", "helper_of_mine", *inner]
     assert list(first) == [key, *(f"module {module} of {key}" for module in modules)]
     manager = CheckpointManager(

@@ -1,7 +1,7 @@
 """Which batch fields a function of this room reads: its positional parameters say so."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,13 +95,24 @@ def pair_of(role: str, found: Any, mask: Any, *, metrics: bool = False) -> tuple
             "must be of floating-point numbers"
         )
     for name, value in found[1].items() if metrics else ():
-        named = isinstance(name, str) and name.strip()
-        if not named or _shape(value) not in ((), mask.shape):
+        check_metric_name(role, name)
+        if _shape(value) not in ((), mask.shape):
             raise ValueError(
-                f"{role} returned the metric {name!r} as {_kind(value)}; a metric has a name, "
-                f"which is text, and the shape of `mask`, {mask.shape}, or is one number"
+                f"{role} returned the metric {name!r} as {_kind(value)}; a metric has the shape of "
+                f"`mask`, {mask.shape}, or is one number"
             )
     return found[0], found[1]
+
+
+def check_metric_name(who: str, name: Any, taken: Container[str] = ()) -> None:
+    """ValueError for a metric without a name, or with one that the trainer gives its own."""
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"{who} returned a metric with the name {name!r}; give it a name of text")
+    if name in taken:
+        raise ValueError(
+            f"{who} returns the metric {name!r}, which the trainer writes itself; take another "
+            f"name, such as {name + '_of_mine'!r}"
+        )
 
 
 def has_gradient(fn: Callable[..., Any], fields: Mapping[str, Any], of: Sequence[str]) -> bool:

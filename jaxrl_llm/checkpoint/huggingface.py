@@ -58,7 +58,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one o
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CARD_MARK = "\n- jaxrl_llm\n"  # in the card of each export of ours
 _COMPARED_ROWS = 1024  # of a table at once
-MOST_NAMED = 4  # tensors in a message
+_MOST_NAMED = 4  # tensors in a message
 _READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 
 
@@ -343,8 +343,8 @@ def _check_tied(directory: Path, table: StoredTensor, head: StoredTensor | None)
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(repr(name) for name in names[:MOST_NAMED]) + more
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(repr(name) for name in names[:_MOST_NAMED]) + more
 
 
 def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:

@@ -17,6 +17,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import (
     COMPUTED_FROM,
     UPDATE_FIELDS,
+    check_metric_name,
     field_names,
     has_gradient,
     pair_of,
@@ -221,11 +222,8 @@ def _counts(fields: Fields) -> dict[str, Array]:
 
 def _joined(ours: Metrics, of_function: Metrics) -> Metrics:
     """Both. ValueError for a name that both have, or that the step gives a metric of its own."""
-    if again := sorted((ours.keys() | TAKEN) & of_function.keys()):
-        raise ValueError(
-            f"the loss returns the metric {again[0]!r}, which the trainer writes itself; take "
-            f"another name, such as {again[0] + '_of_mine'!r}"
-        )
+    for name in of_function:
+        check_metric_name("the loss", name, ours.keys() | TAKEN)
     return ours | of_function
 
 

@@ -3,7 +3,7 @@
 Shape letters: B records, G groups of rows of a record, R predicted tokens of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.fields import field_names, has_gradient
+from jaxrl_llm.algorithms.fields import check_metric_name, field_names, has_gradient
 from jaxrl_llm.algorithms.offline import (
     LOGPROBS,
     REFERENCE,
@@ -25,6 +25,7 @@ from jaxrl_llm.learner.forward import (
     response_scores,
     response_statistics,
 )
+from jaxrl_llm.learner.losses import TAKEN
 from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.rows import ROWS, Fields, Rows, padded_rows
 from jaxrl_llm.learner.train_state import Metrics, Params
@@ -35,6 +36,7 @@ from jaxrl_llm.types import OFFLINE_FIELDS, TokenBatch
 WEIGHT = "weight of "  # metric names that begin so hold what the metric of that name is divided by
 NUM_RECORDS, NUM_TOKENS = "num_records", "num_tokens"
 LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # of the sums; the second is also a metric's name
+_TAKEN = {*TAKEN, LOSS, TOKEN_LOSS, "learning_rate"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,8 @@ class RecordLoss:
         sums: Metrics = {}
         if algorithm.loss is not None:
             values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
-            _check_names(metrics)
+            for name in metrics:
+                check_metric_name("the loss", name, _TAKEN)
             sums |= weighted_sums({LOSS: values} | metrics, weights)
         if algorithm.token_loss is not None:
             named = field_names(algorithm.token_loss)
@@ -125,20 +128,6 @@ class RecordLoss:
             sums[TOKEN_LOSS] = (values * weights).sum()
             sums[WEIGHT + TOKEN_LOSS] = (counts * weights).sum()
         return sums, routed
-
-
-def _check_names(metrics: Mapping[Any, Any]) -> None:
-    """ValueError for a metric of a loss without a name, or under one of the sums of the step."""
-    for name in metrics:
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError(
-                f"the loss returned a metric with the name {name!r}; give it a name of text"
-            )
-        if name in ("loss", LOSS, TOKEN_LOSS):
-            raise ValueError(
-                f"the loss returns the metric {name!r}, which the trainer writes itself; take "
-                f"another name, such as {name + '_of_mine'!r}"
-            )
 
 
 def row_fields(batch: Any, groups: Sequence[str]) -> Fields:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.algorithms.fields import check_metric_name, field_names
 from jaxrl_llm.learner.train_state import Adapted, own_of
 from jaxrl_llm.references import nearest
 from jaxrl_llm.types import (
@@ -162,8 +162,12 @@ class Stage:
                 f"stage {self.name!r} has updates={self.updates} and returned "
                 f"{'a' if output.state is not None else 'no'} state"
             )
-        _check_numbers(self.name, output)
         for name, value in output.writes.items():
+            if not _is_real(value):
+                raise ValueError(
+                    f"stage {self.name!r} returned {name} as {_kind(value)}; return an array of "
+                    "real numbers"
+                )
             axes = ROLLOUT_AXES.get(name)
             shape = np.shape(value)
             if shape[:1] != (rows,) or (axes is not None and len(shape) != len(axes)):
@@ -173,37 +177,22 @@ class Stage:
                     f"and B is {rows} samples"
                 )
         for name, value in output.metrics.items():
-            if not isinstance(name, str) or not name.strip():
+            check_metric_name(f"stage {self.name!r}", name)
+            if name.startswith(TRAINER_METRICS):
                 raise ValueError(
-                    f"stage {self.name!r} returned a metric with the name {name!r}; give it a name "
-                    f"of text, such as '{self.name}/mean'"
+                    f"stage {self.name!r} returned the metric {name!r}, and the trainer writes "
+                    f"those that begin with {', '.join(TRAINER_METRICS)}; rename it"
+                )
+            if not (isinstance(value, int | float) or _is_real(value)):
+                raise ValueError(
+                    f"stage {self.name!r} returned the metric {name!r} as {_kind(value)}; a metric "
+                    "is a number"
                 )
             if not self.updates and np.shape(value):
                 raise ValueError(
                     f"stage {self.name!r} returned the metric {name!r} of shape {np.shape(value)}; "
                     "a metric is one number, such as the mean"
                 )
-
-
-def _check_numbers(stage: str, output: StageOutput) -> None:
-    """ValueError unless the fields are real arrays, and the metrics real numbers of the stage."""
-    for name, value in output.writes.items():
-        if not _is_real(value):
-            raise ValueError(
-                f"stage {stage!r} returned {name} as {_kind(value)}; return an array of real "
-                "numbers"
-            )
-    for name, value in output.metrics.items():
-        if not (isinstance(value, int | float) or _is_real(value)):
-            raise ValueError(
-                f"stage {stage!r} returned the metric {name!r} as {_kind(value)}; a metric is a "
-                "number"
-            )
-        if str(name).startswith(TRAINER_METRICS):
-            raise ValueError(
-                f"stage {stage!r} returned the metric {name!r}, and the trainer writes those that "
-                f"begin with {', '.join(TRAINER_METRICS)}; rename it"
-            )
 
 
 def _is_real(value: Any) -> bool:

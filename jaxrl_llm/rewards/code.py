@@ -71,7 +71,7 @@ def code(
     later tests count as failed. `limits_only` runs the code without namespaces: see SECURITY.md.
     Raises ValueError for a row without tests, and where code cannot be isolated.
     """
-    cases = read_cases(ground_truth)
+    cases = read_truth(ground_truth)
     source = extract_code(solution_str)
     if source is None:
         return {"score": 0.0, "reason": "no ```python block in the completion"}
@@ -98,11 +98,6 @@ def prepare(*, limits_only: bool = False, scoring: str = "all", **_: Any) -> Non
         raise ValueError(f"a program cannot run in the sandbox: {outcome.describe()}")
 
 
-def read_truth(ground_truth: Any) -> list[Case]:
-    """Before a run: the tests of a row, which are not run. Raises ValueError."""
-    return read_cases(ground_truth)
-
-
 def extract_code(completion: str) -> str | None:
     """The last ```python block. One that the length limit has cut counts."""
     blocks = BLOCK.findall(completion)
@@ -112,7 +107,7 @@ def extract_code(completion: str) -> str | None:
 # ------------------------------------------------------------------------- tests of a row
 
 
-def read_cases(ground_truth: Any) -> list[Case]:
+def read_truth(ground_truth: Any) -> list[Case]:
     """The tests of a row, as verl, LiveCodeBench or MBPP write them. Raises ValueError."""
     tests = ground_truth
     if isinstance(tests, str):

@@ -336,7 +336,7 @@ MASK = np.ones((4, 3))
         ((MASK * 1j, {}), True, "returned a loss of complex64, which has no gradient"),
         ((MASK, {"m": MASK[:, 0]}), True, r"returned the metric 'm' as an array of shape \(4,\)"),
         ((MASK, {"m": "x"}), True, "returned the metric 'm' as str"),
-        ((MASK, {3: MASK}), True, "returned the metric 3 as an array"),
+        ((MASK, {3: MASK}), True, "returned a metric with the name 3; give it a name of text"),
     ],
 )
 def test_what_a_function_returns_has_a_value_for_each_token(found, metrics, words):

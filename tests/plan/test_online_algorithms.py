@@ -370,7 +370,7 @@ def idle_critic():
     [
         ("renames", "'actor/pg_loss', which the trainer writes itself; take another name"),
         ("replaced", "'actor/grad_norm', which the trainer writes itself; take another name"),
-        ("nameless", "policy_loss returned the metric '' .*a metric has a name, which is text"),
+        ("nameless", "policy_loss returned a metric with the name ''; give it a name of text"),
         ("unbound", "the setting 'scale' has no value: give it a default, or bind it with"),
         ("unnamed", r"takes \*\*fields; name the batch fields that it reads"),
         ("required", "'scale', which is no setting: make it keyword-only"),

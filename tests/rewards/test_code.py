@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.code import (
     code,
     extract_code,
     prepare,
-    read_cases,
+    read_truth,
     same_output,
 )
 from jaxrl_llm.rewards.manager import RewardManager
@@ -64,8 +64,8 @@ def block(source):
     ],
 )  # fmt: skip
 def test_forms_of_tests(tests, cases):
-    assert read_cases(tests) == cases
-    assert read_cases(json.dumps(tests)) == cases
+    assert read_truth(tests) == cases
+    assert read_truth(json.dumps(tests)) == cases
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_forms_of_tests(tests, cases):
 )
 def test_a_row_without_tests_is_refused(tests):
     with pytest.raises(ValueError, match="ground truth"):
-        read_cases(tests)
+        read_truth(tests)
 
 
 @pytest.mark.parametrize(

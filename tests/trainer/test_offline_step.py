@@ -194,7 +194,7 @@ def test_a_metric_without_a_name_is_refused():
         gradients(algorithm, make_batch(algorithm), Padded())
 
 
-@pytest.mark.parametrize("name", ["loss", "record_loss", "nll_loss"])
+@pytest.mark.parametrize("name", ["loss", "record_loss", "nll_loss", "grad_norm", "learning_rate"])
 def test_a_metric_does_not_replace_the_loss(name):
     """A metric record_loss was learned in place of the loss."""
 

@@ -99,7 +99,8 @@ ABSENT = "(not set)"
 class RunFolder:
     """An opened run folder."""
 
-    path: Path  # absolute
+    path: Path  # absolute: a callback may change the working directory
+    given: Path  # as the config has it, for messages
     latest_step: int | None  # of its newest complete checkpoint; None: it holds no run yet
     config_text: str  # of this process
 
@@ -121,9 +122,9 @@ class RunFolder:
         if self.latest_step is None or self.latest_step < total_steps:
             return ""
         return (
-            f"{self.path} is already at step {self.latest_step} of {total_steps}; nothing to do. "
+            f"{self.given} is already at step {self.latest_step} of {total_steps}; nothing to do. "
             "Raise --config.total_steps to go on, or give another folder: "
-            f"--config.run_dir={free_folder(self.path)}"
+            f"--config.run_dir={free_folder(self.given)}"
         )
 
 
@@ -137,7 +138,8 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         config, or when it cannot be written. Nothing in the folder is changed then. Also when the
         processes of the run do not run the same.
     """
-    path = run_folder(config).absolute()  # a callback may change the working directory
+    given = run_folder(config)
+    path = given.absolute()
     text, error, latest = to_json(config), "", None
     own = _what_runs(config, text)
     # A config of each process would be a large message, so it is sent where digests differ alone.
@@ -149,14 +151,14 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
                 _make(path)
                 stack.enter_context(_lock(path))
                 latest = _latest_step(path)
-                _check_no_model(path, latest)
-                _check_config(path, json.loads(text), latest)
+                _check_no_model(given, latest)
+                _check_config(given, json.loads(text), latest)
             except ConfigError as refused:
                 error = str(refused)
         error, latest = gather_objects([error, latest])[0]
         if error:
             raise ConfigError(error)
-        yield RunFolder(path=path, latest_step=latest, config_text=text)
+        yield RunFolder(path=path, given=given, latest_step=latest, config_text=text)
 
 
 def _what_runs(config: Config, text: str) -> dict[str, Any]:

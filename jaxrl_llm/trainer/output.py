@@ -22,6 +22,7 @@ from jaxrl_llm.config import (
     RewardConfig,
     RewardRegression,
     as_dict,
+    run_folder,
 )
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.evaluation.evaluate import Validation
@@ -503,7 +504,9 @@ def _word(path: Path) -> str:
 
 def summary_lines(summary: Summary, config: Config) -> list[str]:
     """The summary as lines of plain text."""
-    totals, run_dir = summary.totals, summary.run_dir
+    totals, run_dir = summary.totals, run_folder(config)
+    if run_dir.absolute() != summary.run_dir:  # a callback changed the working directory
+        run_dir = summary.run_dir
     state = "interrupted" if summary.interrupted else "finished"
     if summary.alarmed:
         state = "stopped by an alarm"

@@ -151,6 +151,23 @@ def test_a_mistake_is_one_message(words, message):
     assert "Traceback" not in result.stderr
 
 
+def test_the_summary_names_files_as_the_folder_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary = Summary(
+        run_dir=tmp_path / "runs" / "mine",
+        step=3,
+        totals=RunTotals(),
+        seconds=1.0,
+        interrupted=False,
+        checkpoint=tmp_path / "runs" / "mine" / "checkpoints" / "global_step_3",
+    )
+    config = Config(run_dir="runs/mine")
+    assert "  metrics         runs/mine/metrics.jsonl" in summary_lines(summary, config)
+    monkeypatch.chdir("/")  # as a callback may
+    found = f"  metrics         {summary.run_dir}/metrics.jsonl"
+    assert found in summary_lines(summary, config)
+
+
 def test_the_command_that_a_run_ends_with_is_one(tmp_path):
     summary = Summary(
         run_dir=tmp_path,

@@ -118,6 +118,16 @@ def test_what_a_message_offers_is_taken(tmp_path, key):
     assert message.endswith(f"--config.actor.path={checkpoint} --config.warmup=null")
 
 
+def test_messages_name_the_folder_as_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = a_run(Path("runs", "mine"))
+    message = refusal(config_in(folder, seed=1))
+    assert message.startswith("runs/mine holds ") and "--config.run_dir=runs/mine-2\n" in message
+    with open_run_folder(config_in(folder)) as opened:
+        assert opened.path == tmp_path / "runs" / "mine"
+        assert opened.nothing_to_do(5).startswith("runs/mine is already at step 5 of 5;")
+
+
 def test_length_logging_and_devices_may_change(tmp_path):
     folder = a_run(tmp_path / "run")
     config = config_in(

@@ -72,7 +72,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "grpo-7b",
             "grpo-7b-lora",
             "grpo-7b-lora-128x8",
-            "grpo-32b-lora",
+            "grpo-32b-lora-128x8",
             "grpo-30b-a3b-lora",
             "grpo-1.5b-strict",
             "first-step-1.5b",

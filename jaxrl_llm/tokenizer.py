@@ -457,7 +457,7 @@ def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
     found = _read_object(Path(file)).get("eos_token_id") if file else None
     ids = found if isinstance(found, list) else [] if found is None else [found]
     for i in ids:
-        if not isinstance(i, int) or i < 0:
+        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
             raise ValueError(
                 f"{file} has the eos_token_id {i!r}, which is not a token id: correct or remove it"
             )

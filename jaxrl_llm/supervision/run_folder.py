@@ -38,6 +38,9 @@ from jaxrl_llm.whole_files import write_whole
 LOCK = "run.lock"
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+# What a run writes into its folder.
+FILES = (LOCK, CONFIG, METRICS, "events.jsonl")
+FOLDERS = (CHECKPOINTS, "trace", "tensorboard")
 
 # Keys that may change when a run goes on (fnmatch patterns). They say how long it runs, and what
 # it writes and shows.
@@ -149,6 +152,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         if is_main():
             try:
                 _make(path)
+                _check_kinds(given)
                 stack.enter_context(_lock(path))
                 latest = _latest_step(path)
                 _check_no_model(given, latest)
@@ -216,6 +220,20 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
         f"the run folder {path} cannot be used: {error.strerror}; give another one with "
         "--config.run_dir=FOLDER"
     )
+
+
+def _check_kinds(path: Path) -> None:
+    """Raises: ConfigError where a name of the run is taken by a file or folder of another kind."""
+    for names, taken, kind, other in (
+        (FILES, Path.is_dir, "folder", "file"),
+        (FOLDERS, Path.is_file, "file", "folder"),
+    ):
+        for name in names:
+            if taken(path / name):
+                raise ConfigError(
+                    f"{path / name} is a {kind}, and the run writes a {other} of that name; rename "
+                    f"it, or give another folder: --config.run_dir={free_folder(path)}"
+                )
 
 
 def _latest_step(path: Path) -> int | None:

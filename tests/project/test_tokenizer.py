@@ -132,7 +132,7 @@ def test_stop_ids_come_from_the_generation_config(tmp_path, listed, expected):
     assert load_tokenizer(folder).stop_ids == expected
 
 
-@pytest.mark.parametrize("listed", [-1, "</s>", [3, None]])
+@pytest.mark.parametrize("listed", [-1, "</s>", [3, None], True])
 def test_a_stop_id_that_is_no_id_is_refused(tmp_path, listed):
     folder = write_chat_tokenizer(tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))

@@ -1,5 +1,7 @@
 """The explicit package list equals the folders: a forgotten one would be missing in a wheel."""
 
+import ast
+import inspect
 import tomllib
 from pathlib import Path
 
@@ -24,3 +26,17 @@ def test_constraints_pin_exact_versions():
     pins = [line for line in lines if line and not line.startswith("#")]
     assert pins
     assert all("==" in pin and "://" not in pin and "@" not in pin for pin in pins)
+
+
+def test_transformers_has_what_pyright_reads_of_it():
+    """Pyright takes these names from our short files, so it cannot see that one is gone."""
+    import transformers
+    from transformers.utils.hub import cached_file
+
+    stubs = ROOT / ".pyright/transformers"
+    lines = ast.parse((stubs / "__init__.pyi").read_text()).body
+    names = {line.target.id for line in lines if isinstance(line, ast.AnnAssign)}
+    assert names and names <= set(dir(transformers))
+    (function,) = ast.parse((stubs / "utils/hub.pyi").read_text()).body[1:]
+    arguments = list(inspect.signature(cached_file).parameters)
+    assert [x.arg for x in function.args.args] == arguments[:2]

@@ -1,0 +1,3 @@
+from typing import Any
+
+def cached_file(path_or_repo_id: str, filename: str, **kwargs: Any) -> str | None: ...

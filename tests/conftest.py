@@ -75,6 +75,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         Path(argument.split("::")[0]).is_file() for argument in config.args
     ):
         return 0
+    if wanted := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):  # as pytest-xdist has it
+        return int(wanted)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(cores + 1, MOST_WORKERS, memory // WORKER_BYTES))

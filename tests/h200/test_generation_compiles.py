@@ -48,7 +48,8 @@ class Case:
 
 
 CASES = {
-    "many slots": Case(256, 2048, (160, 64), 56),
+    "many slots": Case(256, 2048, (64,), 56),
+    "the tails of a run": Case(256, 2048, (160, 64), 56),
     "few slots": Case(64, 256, (), 53),
     "as few as there are on a GPU": Case(FEWEST_SLOTS, 256, (), 48),
     "1,024 slots": Case(1024, 256, (), 56),
@@ -89,7 +90,11 @@ def program(dump, case):
             ids,
             key,
             GenerationSettings(
-                sampling=sampling, group=GROUP, num_slots=case.slots, attention="pallas"
+                sampling=sampling,
+                group=GROUP,
+                num_slots=case.slots,
+                attention="pallas",
+                tail_slots=case.tails,
             ),
         )
 

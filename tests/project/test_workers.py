@@ -30,6 +30,7 @@ def test_workers_fit_cores_and_memory(request, monkeypatch, cores, gigabytes, wo
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 2**30 // 4096}
     monkeypatch.setattr(os, "sysconf", sizes.get)
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
 
     def found(path, marks):
         config = SimpleNamespace(args=[path], option=SimpleNamespace(markexpr=marks))
@@ -38,3 +39,5 @@ def test_workers_fit_cores_and_memory(request, monkeypatch, cores, gigabytes, wo
     assert found(str(TESTS / "project"), "not slow and not torch and not h200") == workers
     assert found(str(TESTS / "project"), "slow") == 0
     assert found(f"{__file__}::test_workers_fit_cores_and_memory", "not slow") == 0
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
+    assert found(str(TESTS / "project"), "not slow") == 5

@@ -33,6 +33,7 @@ from jaxrl_llm.checkpoint.layout import (
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
+from jaxrl_llm.references import is_file, is_folder
 from jaxrl_llm.whole_files import write_whole
 
 LOCK = "run.lock"
@@ -225,8 +226,8 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 def _check_kinds(path: Path) -> None:
     """Raises: ConfigError where a name of the run is taken by a file or folder of another kind."""
     for names, taken, kind, other in (
-        (FILES, Path.is_dir, "folder", "file"),
-        (FOLDERS, Path.is_file, "file", "folder"),
+        (FILES, is_folder, "folder", "file"),
+        (FOLDERS, is_file, "file", "folder"),
     ):
         for name in names:
             if taken(path / name):

@@ -1,5 +1,6 @@
 """One process and one config a run folder: what goes on, what is refused, what is left alone."""
 
+import errno
 import json
 import os
 import signal
@@ -227,6 +228,22 @@ def test_a_name_taken_by_another_kind_is_refused_and_kept(tmp_path, name):
     assert f"{taken} is a " in message and f"--config.run_dir={tmp_path / 'run'}-2" in message
     assert [path.name for path in taken.parent.iterdir()] == [name]
     assert name in FILES or taken.read_text() == "notes"
+
+
+def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
+    """As it is for a user who is not root."""
+    (tmp_path / "run").mkdir()
+    there = Path.stat
+
+    def denied(self, **settings):
+        if self.parent == tmp_path / "run":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return there(self, **settings)
+
+    monkeypatch.setattr(Path, "stat", denied)
+    monkeypatch.setattr(run_folder, "_exclusive", lambda file: denied(file))
+    message = refusal(config_in(tmp_path / "run"))
+    assert "Permission denied" in message and "--config.run_dir" in message
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):

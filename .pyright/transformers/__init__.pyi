@@ -1,6 +1,6 @@
 """For pyright alone: the names that we import.
 
-To read the package itself, which imports hundreds of models, took two fifths of its CPU time.
+Reading the package itself, which imports hundreds of models, took two fifths of its CPU time.
 """
 
 from typing import Any

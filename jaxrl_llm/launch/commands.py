@@ -537,9 +537,9 @@ def plan(argv: list[str]) -> int:
     from jaxrl_llm.launch.described_models import check_models
 
     check_models(config)
-    from jaxrl_llm.planner.lengths import lengths_in
-    from jaxrl_llm.planner.rates import CPU, rates_of
-    from jaxrl_llm.planner.topology import check_compiler
+    from jaxrl_llm.estimate.lengths import lengths_in
+    from jaxrl_llm.estimate.rates import CPU, rates_of
+    from jaxrl_llm.estimate.topology import check_compiler
 
     if flags.hardware == CPU and flags.quick:
         raise ConfigError("--hardware=cpu has no rates to compute with; leave --quick out")
@@ -555,7 +555,7 @@ def plan(argv: list[str]) -> int:
         check_other_files("--json", flags.json, PLAN)
     on_cpu = flags.hardware == CPU
     prepare_jax(num_cpu_devices=(flags.devices or config.mesh.num_devices) if on_cpu else 1)
-    from jaxrl_llm.planner.report import Request, lines, make_report
+    from jaxrl_llm.estimate.report import Request, lines, make_report
 
     request = Request(
         devices=flags.devices,

@@ -205,7 +205,7 @@ def start(
     with _devices_are_opened(0 if config.placement else config.mesh.num_devices):
         meanwhile()
     if config.placement == AUTO:
-        from jaxrl_llm.planner.automatic import automatic
+        from jaxrl_llm.estimate.automatic import automatic
 
         config, why = automatic(config)
         print("\n".join(why), file=sys.stderr, flush=True)

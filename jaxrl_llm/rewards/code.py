@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxrl_llm.rewards.sandbox.box import Limits, Sandbox
-from jaxrl_llm.rewards.sandbox.values import comparable, decode, no_object
+from jaxrl_llm.sandbox.box import Limits, Sandbox
+from jaxrl_llm.sandbox.values import comparable, decode, no_object
 
 RUNS_IN_POOL = True  # a call takes seconds
 OUTPUT_KB = 8192  # what a program may print, and a judge may write
@@ -215,7 +215,7 @@ def _judge(
         "items": [["call", c.name, c.arguments] if isinstance(c, Call) else
                   ["test", c.source] for c in cases if not isinstance(c, Program)],
     }  # fmt: skip
-    module = "jaxrl_llm.rewards.sandbox."
+    module = "jaxrl_llm.sandbox."
     ours, theirs = socket.socketpair()
     own = Limits(seconds=left, memory_mb=limits.memory_mb)
     judging = Limits(seconds=left, memory_mb=limits.memory_mb, output_kb=OUTPUT_KB)

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm import config as c
-from jaxrl_llm.planner.compiled import RealPrograms
-from jaxrl_llm.planner.topology import COMPILER_OPTIONS, compile_devices
+from jaxrl_llm.estimate.compiled import RealPrograms
+from jaxrl_llm.estimate.topology import COMPILER_OPTIONS, compile_devices
 
 MEMORY = 141e9  # bytes of an H200
 ALGORITHMS = {"PPO": c.PPO(use_kl_loss=True), "GRPO": c.GRPO(use_kl_loss=True), "DPO": c.DPO()}

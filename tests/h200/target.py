@@ -1,6 +1,6 @@
 """Programs compiled for H200s on a machine that has none, and what their compiled form shows.
 
-What they need is in jaxrl_llm/planner/topology.py.
+What they need is in jaxrl_llm/estimate/topology.py.
 """
 
 import math
@@ -26,7 +26,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.planner.topology import compile_devices, missing_packages
+from jaxrl_llm.estimate.topology import compile_devices, missing_packages
 
 # Products by cuBLAS, which need no tuning: with Triton's XLA compiles each fusion twice.
 CUBLAS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}

@@ -12,11 +12,11 @@ from jaxrl_llm.configs.scale import (
     ppo_7b_8,
     ppo_72b_1024,
 )
-from jaxrl_llm.planner.compiled import compile_work
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.estimate import estimate
-from jaxrl_llm.planner.rates import rates_of
-from jaxrl_llm.planner.work import work_of
+from jaxrl_llm.estimate.compiled import compile_work
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.estimate import estimate
+from jaxrl_llm.estimate.rates import rates_of
+from jaxrl_llm.estimate.work import work_of
 
 pytestmark = needs_compiler
 FEW = (grpo_1_5b_1, dpo_70b_1024)

@@ -22,7 +22,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("config",)],
     [
         *(("kernels",), ("distributed",), ("algorithms",), ("observability",)),
-        *(("tokenizer",), ("convert",)),
+        *(("tokenizer",), ("convert",), ("sandbox",)),
     ],
     [("models",), ("report",), ("compiling",)],
     [("data",), ("rewards",), ("generation",), ("checkpoint",)],
@@ -31,7 +31,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("supervision",)],
     [("evaluation",)],
     [("trainer",)],
-    [("planner",)],
+    [("estimate",)],
     [("launch",), ("benchmarks",)],
     [("configs",), ("scripts",), ("__main__",)],
 ]

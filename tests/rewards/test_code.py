@@ -22,8 +22,8 @@ from jaxrl_llm.rewards.code import (
 )
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.rewards.processes import descendants
-from jaxrl_llm.rewards.sandbox.box import Limits, Sandbox
-from jaxrl_llm.rewards.sandbox.values import Foreign, decode, encode, no_object
+from jaxrl_llm.sandbox.box import Limits, Sandbox
+from jaxrl_llm.sandbox.values import Foreign, decode, encode, no_object
 from jaxrl_llm.types import Completion, Prompt
 
 
@@ -189,7 +189,7 @@ def test_the_grader_runs_in_the_pool():
 FORBIDDEN = """
 import sys
 from jaxrl_llm.rewards.code import code, prepare
-from jaxrl_llm.rewards.sandbox.seccomp import refuse_calls
+from jaxrl_llm.sandbox.seccomp import refuse_calls
 refuse_calls()  # as a container does that forbids namespaces
 try:
     prepare()

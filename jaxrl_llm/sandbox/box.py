@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import jaxrl_llm
 from jaxrl_llm.rewards.processes import children, descendants, memory_above, signal_name
-from jaxrl_llm.rewards.sandbox.namespaces import python_folders
+from jaxrl_llm.sandbox.namespaces import python_folders
 
 PAUSE = 0.05  # seconds between looks at memory and processes
 MARGIN = 10.0  # seconds beyond a program's own, to start and to end it
@@ -31,7 +31,7 @@ START = """
 import json, sys
 settings = json.loads(sys.argv[1])
 sys.path.insert(0, settings["root"])
-from jaxrl_llm.rewards.sandbox import init
+from jaxrl_llm.sandbox import init
 init.main(settings)
 """
 

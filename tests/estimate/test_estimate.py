@@ -31,18 +31,18 @@ from jaxrl_llm.models.families import to_hf_config
 from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.models.layers import rope_tables
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
-from jaxrl_llm.planner import automatic as planner
-from jaxrl_llm.planner.automatic import automatic, best_placements, shares
-from jaxrl_llm.planner.compiled import RealPrograms, with_compiled
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.estimate import estimate, placed
-from jaxrl_llm.planner.memory import cache_tokens, saved_bytes
-from jaxrl_llm.planner.packing import Rows, rows_of
-from jaxrl_llm.planner.rates import rates_of
-from jaxrl_llm.planner.search import _meshes, best_layouts
-from jaxrl_llm.planner.seconds import _decoding
-from jaxrl_llm.planner.traffic import of_switch, of_update, switch_bytes
-from jaxrl_llm.planner.work import Samples, work_of
+from jaxrl_llm.estimate import automatic as planner
+from jaxrl_llm.estimate.automatic import automatic, best_placements, shares
+from jaxrl_llm.estimate.compiled import RealPrograms, with_compiled
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.estimate import estimate, placed
+from jaxrl_llm.estimate.memory import cache_tokens, saved_bytes
+from jaxrl_llm.estimate.packing import Rows, rows_of
+from jaxrl_llm.estimate.rates import rates_of
+from jaxrl_llm.estimate.search import _meshes, best_layouts
+from jaxrl_llm.estimate.seconds import _decoding
+from jaxrl_llm.estimate.traffic import of_switch, of_update, switch_bytes
+from jaxrl_llm.estimate.work import Samples, work_of
 
 H200 = rates_of("h200")
 WIDE = MODEL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
@@ -667,7 +667,7 @@ def test_what_cannot_be_planned_is_refused(in_this_process, flags, message):
 
 def test_compiling_for_a_card_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(
-        "jaxrl_llm.planner.topology.missing_packages", lambda: ["jax-cuda13-plugin"]
+        "jaxrl_llm.estimate.topology.missing_packages", lambda: ["jax-cuda13-plugin"]
     )
     with pytest.raises(ConfigError, match="jax-cuda13-plugin.*--quick computes"):
         commands.plan(["--config=grpo", "--hardware=h200"])

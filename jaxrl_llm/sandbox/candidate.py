@@ -8,7 +8,7 @@ import json
 import socket
 from typing import Any
 
-from jaxrl_llm.rewards.sandbox.values import decode, encode, to_line
+from jaxrl_llm.sandbox.values import decode, encode, to_line
 
 CHANNEL = 4
 

@@ -9,8 +9,8 @@ from jaxrl_llm.generation.tail import default_tails
 from jaxrl_llm.kernels.gated_delta.runs import CHUNK
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.packing import (
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.packing import (
     Rows,
     copied_elements,
     gathered_weights,
@@ -22,7 +22,7 @@ from jaxrl_llm.planner.packing import (
     stored_parameters,
     wide_weights,
 )
-from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
+from jaxrl_llm.estimate.work import BYTES, Job, Model, Samples, Work
 
 LOGITS_COPIES = 0.5  # of float32 logits: the head computes them in parts
 LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are

@@ -28,13 +28,13 @@ from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import planned_reward
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.estimate import Estimate
-from jaxrl_llm.planner.packing import rows_of
-from jaxrl_llm.planner.seconds import StageTime
-from jaxrl_llm.planner.topology import COMPILER_OPTIONS, compile_devices
-from jaxrl_llm.planner.traffic import GATHERED, LATENCY, Traffic
-from jaxrl_llm.planner.work import Work
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.estimate import Estimate
+from jaxrl_llm.estimate.packing import rows_of
+from jaxrl_llm.estimate.seconds import StageTime
+from jaxrl_llm.estimate.topology import COMPILER_OPTIONS, compile_devices
+from jaxrl_llm.estimate.traffic import GATHERED, LATENCY, Traffic
+from jaxrl_llm.estimate.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl_llm.rewards.code import code, prepare
 from jaxrl_llm.rewards.processes import descendants
-from jaxrl_llm.rewards.sandbox.box import Limits, Sandbox
+from jaxrl_llm.sandbox.box import Limits, Sandbox
 
 SMALL = Limits(seconds=0.5, memory_mb=150, processes=8, tmp_mb=4, output_kb=64)
 LIBC = "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -382,7 +382,7 @@ def test_a_sandbox_ends_with_its_caller():
     marker = "marker" + secrets.token_hex(8)
     source = "import time\nprint(1)\ntime.sleep(99)"
     caller = (
-        "import sys\nfrom jaxrl_llm.rewards.sandbox.box import Sandbox\n"
+        "import sys\nfrom jaxrl_llm.sandbox.box import Sandbox\n"
         "Sandbox().run(['main.py', sys.argv[2]], files={'main.py': sys.argv[1]})"
     )
     # Its own arguments have the marker, so what counts is a second process.
@@ -490,7 +490,7 @@ CHEATS = {
     "floods the channel": ("import os\ndef f(x):\n  while True: os.write(4, b'1' * 2**16)"),
     "nests without end": ("import os\nos.write(4, b'[' * 200000 + b'\\n')\ndef f(x): return 0"),
     "patches the harness": (
-        "import sys, json\nfrom jaxrl_llm.rewards.sandbox import values\n"
+        "import sys, json\nfrom jaxrl_llm.sandbox import values\n"
         "values.encode = lambda *a: True\nm = sys.modules['__main__']\n"
         "m.encode = lambda *a: ['dict']\njson.dumps = lambda *a: 'true'\ndef f(x): return 0"
     ),

@@ -14,7 +14,7 @@ from jaxrl_llm.models.shapes import (
     shared_matmuls,
     wide_matmuls,
 )
-from jaxrl_llm.planner.work import Model, Samples
+from jaxrl_llm.estimate.work import Model, Samples
 
 
 @dataclass(frozen=True, kw_only=True)

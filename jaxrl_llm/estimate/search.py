@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.config import Config, MeshConfig, PhaseMeshConfig
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.estimate import Estimate, estimate
-from jaxrl_llm.planner.rates import Rates
-from jaxrl_llm.planner.work import Model, Work
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.estimate import Estimate, estimate
+from jaxrl_llm.estimate.rates import Rates
+from jaxrl_llm.estimate.work import Model, Work
 
 PIPELINES = SEQUENCES = (1, 2, 4, 8)
 WIDE = 8  # hosts of a group that generates, where the weights fit on no single host

@@ -7,11 +7,11 @@ from functools import cached_property
 from jaxrl_llm.config import Config
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
 from jaxrl_llm.distributed.placement import numbers_of_roles
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.memory import kept, temporary
-from jaxrl_llm.planner.packing import stored_parameters
-from jaxrl_llm.planner.seconds import StageTime, stage_time
-from jaxrl_llm.planner.work import BYTES, Job, Work
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.memory import kept, temporary
+from jaxrl_llm.estimate.packing import stored_parameters
+from jaxrl_llm.estimate.seconds import StageTime, stage_time
+from jaxrl_llm.estimate.work import BYTES, Job, Work
 
 OTHER_STAGES = 0.01  # seconds of the stages without a model: reward on the host, advantages
 # Seconds of a response token on its host: metrics, trace and samples of a step. 0.6 s for 512 x 512

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.config.schema import AXES
-from jaxrl_llm.planner.rates import Rates
+from jaxrl_llm.estimate.rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from jaxrl_llm.kernels.grouped_matmul import TILE
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.models.shapes import expert_matmuls
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.memory import slots_of
-from jaxrl_llm.planner.packing import (
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.memory import slots_of
+from jaxrl_llm.estimate.packing import (
     Rows,
     active_weights,
     copied_elements,
@@ -28,8 +28,8 @@ from jaxrl_llm.planner.packing import (
     rows_of,
     wide_weights,
 )
-from jaxrl_llm.planner.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
-from jaxrl_llm.planner.work import BYTES, Job, Model, Samples, Work
+from jaxrl_llm.estimate.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
+from jaxrl_llm.estimate.work import BYTES, Job, Model, Samples, Work
 
 # Bytes a token and layer that are neither matmul nor attention, for each element of the hidden and
 # the intermediate size: norms, rope, activations, residual sums, and their gradients.

@@ -15,7 +15,7 @@ import time
 from typing import Any, NoReturn
 
 from jaxrl_llm.rewards import processes
-from jaxrl_llm.rewards.sandbox import namespaces, seccomp
+from jaxrl_llm.sandbox import namespaces, seccomp
 
 RESULT, CHANNEL = 3, 4  # the descriptors of a program beyond the usual three
 OPEN_FILES = 64

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxrl_llm.models.expert_dispatch import exchanges_rows, round_rows
-from jaxrl_llm.planner.devices import Devices
-from jaxrl_llm.planner.memory import sampled_bytes
-from jaxrl_llm.planner.packing import (
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.memory import sampled_bytes
+from jaxrl_llm.estimate.packing import (
     Rows,
     expert_weights,
     learned_parameters,
     stored_parameters,
 )
-from jaxrl_llm.planner.work import Model, Work
+from jaxrl_llm.estimate.work import Model, Work
 
 WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # besides tensor
 OF_EXPERTS = ("pipeline", "fsdp", "sequence")  # along `expert` they stay where they are

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from jaxrl_llm.rewards.sandbox.values import Foreign, decode, encode, no_object, to_line
+from jaxrl_llm.sandbox.values import Foreign, decode, encode, no_object, to_line
 
 RESULT, CHANNEL = 3, 4
 

@@ -24,10 +24,10 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.online import Iteration, plan_iteration
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.plan.stages import KL_CONTROLLER
+from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.types import RolloutBatch
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config, Custom, ExtraModelConfig
 from jaxrl_llm.configs.grpo import get_config as grpo_config
-from jaxrl_llm.plan.dataflow import Stage, StageOutput
+from jaxrl_llm.program.stage import Stage, StageOutput
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,12 +11,12 @@ from jaxrl_llm.config import Config, ConfigError, check
 from jaxrl_llm.config.placement import ROLLOUT
 from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.distributed.multihost import gather_objects
-from jaxrl_llm.observability.console import number
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, placed
 from jaxrl_llm.estimate.rates import GB, MEMORY, Rates, rates_of
 from jaxrl_llm.estimate.search import best_layouts, few_settings, with_settings
 from jaxrl_llm.estimate.work import Work, work_of
+from jaxrl_llm.observability.console import number
 
 UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
 SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the devices, for roles of their own

@@ -23,11 +23,6 @@ from jaxrl_llm.distributed.communication import (
 )
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import mesh_of
-from jaxrl_llm.kernels.hopper import compiling_for_hopper
-from jaxrl_llm.plan.models import find_tokenizer
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import plan_online
-from jaxrl_llm.plan.scores import planned_reward
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate
 from jaxrl_llm.estimate.packing import rows_of
@@ -35,6 +30,11 @@ from jaxrl_llm.estimate.seconds import StageTime
 from jaxrl_llm.estimate.topology import COMPILER_OPTIONS, compile_devices
 from jaxrl_llm.estimate.traffic import GATHERED, LATENCY, Traffic
 from jaxrl_llm.estimate.work import Work
+from jaxrl_llm.kernels.hopper import compiling_for_hopper
+from jaxrl_llm.plan.models import find_tokenizer
+from jaxrl_llm.plan.offline import plan_offline
+from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.plan.scores import planned_reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,6 @@ The sums were compared with measured peaks and with programs that were compiled 
 `docs/planner.md`.
 """
 
-from jaxrl_llm.generation.packed_prompts import PREFILL_TOKENS
-from jaxrl_llm.generation.tail import default_tails
-from jaxrl_llm.kernels.gated_delta.runs import CHUNK
-from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.packing import (
     Rows,
@@ -23,6 +18,11 @@ from jaxrl_llm.estimate.packing import (
     wide_weights,
 )
 from jaxrl_llm.estimate.work import BYTES, Job, Model, Samples, Work
+from jaxrl_llm.generation.packed_prompts import PREFILL_TOKENS
+from jaxrl_llm.generation.tail import default_tails
+from jaxrl_llm.kernels.gated_delta.runs import CHUNK
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 
 LOGITS_COPIES = 0.5  # of float32 logits: the head computes them in parts
 LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are

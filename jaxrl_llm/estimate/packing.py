@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from jaxrl_llm.estimate.work import Model, Samples
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.shapes import (
     expert_matmuls,
@@ -14,7 +15,6 @@ from jaxrl_llm.models.shapes import (
     shared_matmuls,
     wide_matmuls,
 )
-from jaxrl_llm.estimate.work import Model, Samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from typing import Any
 from jaxrl_llm.config import AUTO, Config, ConfigError
 from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.distributed.placement import sizes_of_nodes
-from jaxrl_llm.observability.console import number
 from jaxrl_llm.estimate.compiled import (
     CompiledStage,
     compile_work,
@@ -21,6 +20,7 @@ from jaxrl_llm.estimate.estimate import Estimate, placed
 from jaxrl_llm.estimate.rates import CPU, GB, Rates, rates_of
 from jaxrl_llm.estimate.search import LayoutChoice, best_layouts, smallest_count
 from jaxrl_llm.estimate.work import Work, work_of
+from jaxrl_llm.observability.console import number
 
 PER_HOST = 8  # GPUs, where nothing is said
 SHOWN = 3  # other layouts

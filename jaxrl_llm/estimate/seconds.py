@@ -9,11 +9,6 @@ from functools import cache
 
 import numpy as np
 
-from jaxrl_llm.generation.engine import FEWEST_WITHOUT_TRITON
-from jaxrl_llm.kernels.grouped_matmul import TILE
-from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
-from jaxrl_llm.models.shapes import expert_matmuls
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.memory import slots_of
 from jaxrl_llm.estimate.packing import (
@@ -30,6 +25,11 @@ from jaxrl_llm.estimate.packing import (
 )
 from jaxrl_llm.estimate.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
 from jaxrl_llm.estimate.work import BYTES, Job, Model, Samples, Work
+from jaxrl_llm.generation.engine import FEWEST_WITHOUT_TRITON
+from jaxrl_llm.kernels.grouped_matmul import TILE
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
+from jaxrl_llm.models.shapes import expert_matmuls
 
 # Bytes a token and layer that are neither matmul nor attention, for each element of the hidden and
 # the intermediate size: norms, rope, activations, residual sums, and their gradients.

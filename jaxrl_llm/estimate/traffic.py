@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl_llm.models.expert_dispatch import exchanges_rows, round_rows
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.memory import sampled_bytes
 from jaxrl_llm.estimate.packing import (
@@ -24,6 +23,7 @@ from jaxrl_llm.estimate.packing import (
     stored_parameters,
 )
 from jaxrl_llm.estimate.work import Model, Work
+from jaxrl_llm.models.expert_dispatch import exchanges_rows, round_rows
 
 WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # besides tensor
 OF_EXPERTS = ("pipeline", "fsdp", "sequence")  # along `expert` they stay where they are

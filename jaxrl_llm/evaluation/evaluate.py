@@ -18,9 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.compiling.ahead import Compilers
-from jaxrl_llm.compiling.chain import Chain, job_of
-from jaxrl_llm.compiling.guards import memory_guard
 from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
@@ -48,9 +45,13 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.plan.dataflow import MORE_DEVICES, States
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
+from jaxrl_llm.program.ahead import Compilers
+from jaxrl_llm.program.chain import Chain, job_of
+from jaxrl_llm.program.guards import memory_guard
+from jaxrl_llm.program.segment import MORE_DEVICES
+from jaxrl_llm.program.stage import States
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
 from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
@@ -228,7 +229,7 @@ class Validator:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answering:
-    """The program that answers a batch of prompts, and its pieces: see `compiling/chain.py`."""
+    """The program that answers a batch of prompts, and its pieces: see `program/chain.py`."""
 
     role: Role
     dtype: str

@@ -8,16 +8,16 @@ import jax
 
 from jaxrl_llm.config import Config, is_offline, to_json
 from jaxrl_llm.distributed.multihost import is_main
-from jaxrl_llm.launch.runtime import host_memory
-from jaxrl_llm.plan.dataflow import Segment
-from jaxrl_llm.plan.models import find_tokenizer, open_meshes
-from jaxrl_llm.plan.offline import OfflinePlan
-from jaxrl_llm.plan.online import Plan
-from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, placed
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import work_of
+from jaxrl_llm.launch.runtime import host_memory
+from jaxrl_llm.plan.models import find_tokenizer, open_meshes
+from jaxrl_llm.plan.offline import OfflinePlan
+from jaxrl_llm.plan.online import Plan
+from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.tokenizer import set_chat_variables

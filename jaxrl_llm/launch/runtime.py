@@ -144,7 +144,7 @@ def _is_one_of_several() -> bool:
 
 def _compiles() -> bool:
     """Whether Python would wait at the exit for programs, up to minutes."""
-    ahead = sys.modules.get("jaxrl_llm.compiling.ahead")
+    ahead = sys.modules.get("jaxrl_llm.program.ahead")
     return ahead is not None and ahead.compiles_ahead()
 
 

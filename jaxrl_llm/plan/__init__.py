@@ -1,1 +1,1 @@
-"""From a config to compiled programs: stages, roles, plans. No array exists here yet."""
+"""From a config to its plan: stages, roles, programs. No array exists here yet."""

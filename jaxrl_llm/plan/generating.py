@@ -31,9 +31,9 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.learner.train_state import params_of
-from jaxrl_llm.plan.dataflow import StageOutput
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.plan.stages import ModelStage
+from jaxrl_llm.program.stage import StageOutput
 
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 SAMPLED = ("responses", "mask", "rollout_logprobs")

@@ -39,7 +39,7 @@ from jaxrl_llm.learner.offline_losses import (
 )
 from jaxrl_llm.learner.rows import Fields
 from jaxrl_llm.learner.train_state import Metrics, Params, params_of
-from jaxrl_llm.plan.dataflow import OFFLINE, Segment, Stage, StageOutput, States, plan, segments
+from jaxrl_llm.plan.dataflow import OFFLINE, plan, segments
 from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import (
     ModelSource,
@@ -49,7 +49,6 @@ from jaxrl_llm.plan.models import (
     learner_spec,
     warn_of_positions,
 )
-from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.roles import (
     BASE,
     Role,
@@ -59,6 +58,9 @@ from jaxrl_llm.plan.roles import (
     router_loss,
 )
 from jaxrl_llm.plan.stages import ModelStage, Update
+from jaxrl_llm.program.program import Program
+from jaxrl_llm.program.segment import Segment
+from jaxrl_llm.program.stage import Stage, StageOutput, States
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import OFFLINE_FIELDS, OfflineBatch, TokenBatch
 

@@ -14,13 +14,12 @@ from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.importance import weights_of_stale_samples
-from jaxrl_llm.compiling.stored import Start
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.plan.dataflow import Segment, Stage, States, segments
+from jaxrl_llm.plan.dataflow import segments
 from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import ModelSource, stops_of
@@ -33,10 +32,14 @@ from jaxrl_llm.plan.online_stages import (
     own_stages,
     rollout_dtype,
 )
-from jaxrl_llm.plan.program import Follower, Program, by_mesh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, ROLLOUT_ROLE, Role, roles_of, rollout_role
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.plan.stages import KL_CONTROLLER
+from jaxrl_llm.program.followers import Follower
+from jaxrl_llm.program.program import Program, by_mesh
+from jaxrl_llm.program.segment import Segment
+from jaxrl_llm.program.stage import Stage, States
+from jaxrl_llm.program.stored import Start
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import RolloutBatch
 
@@ -358,15 +361,17 @@ def plan_iteration(
         learning = {"actor": config.total_steps - waits, "critic": config.total_steps}
     own_meshes = {} if own_meshes is None else own_meshes
     roles, sources = roles_of(config, tokenizer, mesh, learning, own_meshes)
-    followers = []
+    sampler, followers = roles["actor"], []
     if ROLLOUT_ROLE in own_meshes:
-        rollout = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)
-        followers.append(Follower(rollout, "actor", rollout_dtype(config)))
+        sampler = rollout_role(roles["actor"], own_meshes[ROLLOUT_ROLE], config.mesh)
+        shapes, places = sampler.spec.params, sampler.param_shardings
+        dtype = rollout_dtype(config)
+        followers.append(Follower(ROLLOUT_ROLE, "actor", dtype, shapes=shapes, shardings=places))
     planning = Planning(
         config=config,
         algorithm=algorithm,
         roles=roles,
-        sampler=followers[0].role if followers else roles["actor"],
+        sampler=sampler,
         sampling=train_sampling(config, tokenizer),
         pad_id=tokenizer.pad_id,
         reward=reward,

@@ -18,9 +18,8 @@ from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
-from jaxrl_llm.plan.dataflow import DEVICE, HOST, Segment, Stage, plan
+from jaxrl_llm.plan.dataflow import plan
 from jaxrl_llm.plan.generating import ContinueResponses, Generate, GenerateGreedily, Generation
-from jaxrl_llm.plan.program import Program
 from jaxrl_llm.plan.roles import (
     TEACHER,
     Role,
@@ -37,6 +36,9 @@ from jaxrl_llm.plan.scores import (
     score_stages,
 )
 from jaxrl_llm.plan.stages import correction
+from jaxrl_llm.program.program import Program
+from jaxrl_llm.program.segment import Segment
+from jaxrl_llm.program.stage import DEVICE, HOST, Stage
 from jaxrl_llm.references import call, check_settings, load, nearest
 from jaxrl_llm.types import INPUT_FIELDS
 

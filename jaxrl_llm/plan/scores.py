@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -11,17 +11,16 @@ import numpy as np
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.multihost import HostRows, gather_objects
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.learner.forward import response_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import Metrics, params_of
-from jaxrl_llm.plan.dataflow import HOST, Stage, StageOutput
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import ModelStage
+from jaxrl_llm.program.stage import HOST, Stage, StageOutput, StepContext
 from jaxrl_llm.rewards.graders import path_and_settings
-from jaxrl_llm.rewards.manager import RewardResult, unique_names
-from jaxrl_llm.types import Completion, Prompt
+from jaxrl_llm.rewards.manager import unique_names
 
 STEP_REWARDS = "step_rewards"
 GREEDY_SCORE = "critic/greedy_score/mean"
@@ -177,25 +176,6 @@ def _model_scores(
         )
 
     return micro_batches.join_counted(forward, samples)
-
-
-@dataclass(kw_only=True)
-class StepContext:
-    """What the host knows of one iteration. Host stages read it and write their results here."""
-
-    prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
-    n: int  # samples a prompt
-    rows: HostRows  # of the batch
-    policy_version: int  # updates of the policy that generates, or begins to
-    # Of each owned row: the policy that sampled its last token, where that may be another.
-    last_policy_versions: np.ndarray | None = None
-    first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
-    completions: list[Completion] = field(default_factory=list)  # one an owned row
-    reward: RewardResult | None = None  # of `completions`
-
-    def prompts_of(self, rows: np.ndarray) -> list[Prompt]:
-        """The prompts that these rows of the batch answer."""
-        return [self.prompts[row // self.n] for row in rows.tolist()]
 
 
 class Answers(NamedTuple):

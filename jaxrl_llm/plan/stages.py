@@ -45,8 +45,8 @@ from jaxrl_llm.learner.train_step import (
 )
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
-from jaxrl_llm.plan.dataflow import Stage, StageOutput, States
 from jaxrl_llm.plan.roles import Role, UpdateSizes, pass_model
+from jaxrl_llm.program.stage import Stage, StageOutput, States
 
 KL_CONTROLLER = "kl_controller"
 

@@ -17,7 +17,7 @@ from jaxrl_llm.config.alarms import AlarmsConfig
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
-from jaxrl_llm.plan.dataflow import States
+from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, nonfinite_values
 
 REARM = 10  # steps without the condition, before an alarm may fire again

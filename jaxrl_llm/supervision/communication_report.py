@@ -18,8 +18,8 @@ from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.observability import profile
 from jaxrl_llm.observability.console import number
-from jaxrl_llm.plan.dataflow import Segment
-from jaxrl_llm.plan.program import Program
+from jaxrl_llm.program.program import Program
+from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.supervision.profiling import UNTIMED, Key, time_collectives
 from jaxrl_llm.whole_files import write_whole
 

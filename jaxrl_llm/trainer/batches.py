@@ -50,11 +50,10 @@ from jaxrl_llm.distributed.multihost import (
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.metrics import repeated_share
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
 from jaxrl_llm.plan.online import OnlinePlan
-from jaxrl_llm.plan.program import MOVED
-from jaxrl_llm.plan.scores import StepContext
+from jaxrl_llm.program.program import MOVED
+from jaxrl_llm.program.stage import States, StepContext
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.types import OfflineBatch, RolloutBatch

@@ -38,12 +38,11 @@ from jaxrl_llm.generation.partial_responses import NO_VERSION
 from jaxrl_llm.generation.slots import no_routes
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.generating import ASKED, CONTINUED, OLDER, UNFINISHED, older_fields
 from jaxrl_llm.plan.online import AHEAD, Iteration
-from jaxrl_llm.plan.program import MOVED
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE
-from jaxrl_llm.plan.scores import StepContext
+from jaxrl_llm.program.program import MOVED
+from jaxrl_llm.program.stage import States, StepContext
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved_metric
 

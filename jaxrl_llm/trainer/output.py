@@ -34,7 +34,7 @@ from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
 from jaxrl_llm.plan.online import OnlinePlan, Plan
 from jaxrl_llm.plan.roles import Role
-from jaxrl_llm.plan.scores import StepContext
+from jaxrl_llm.program.stage import StepContext
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample

@@ -13,7 +13,8 @@ from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.models import stops_of
-from jaxrl_llm.plan.scores import Answers, HostReward, StepContext
+from jaxrl_llm.plan.scores import Answers, HostReward
+from jaxrl_llm.program.stage import StepContext
 from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.rewards.statistics import merge

@@ -26,8 +26,6 @@ from jaxrl_llm.checkpoint.identity import (
     code_record,
 )
 from jaxrl_llm.checkpoint.manager import CheckpointManager
-from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
-from jaxrl_llm.compiling.stored import Start, start_of
 from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline, run_folder
 from jaxrl_llm.data.overlap import say_overlap
 from jaxrl_llm.data.priority import PriorityLoader
@@ -43,11 +41,13 @@ from jaxrl_llm.evaluation.evaluate import (
 )
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.status import STATUS
-from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import AHEAD, OnlinePlan, Plan, plan_online
 from jaxrl_llm.plan.weights import BASES, check_stored
+from jaxrl_llm.program.counting import CompileCounter, count_compilations
+from jaxrl_llm.program.stage import States
+from jaxrl_llm.program.stored import Start, start_of
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport

@@ -33,13 +33,13 @@ from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import ModelSpec, scalar_params_from
 from jaxrl_llm.models.frozen import dequantized, quantized_as
-from jaxrl_llm.plan.dataflow import States
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
 from jaxrl_llm.plan.online import Iteration, OnlinePlan, Plan
 from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.plan.weights import Record, base_record, first_adapters, load_params, read_base
+from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches
 from jaxrl_llm.trainer.output import RunOutput

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.compiling.counting import CompileCounter
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.distributed.multihost import fetch, gather_objects, sum_over_processes
 from jaxrl_llm.evaluation.evaluate import Evaluation
@@ -14,10 +13,12 @@ from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.dataflow import Segment, States
 from jaxrl_llm.plan.online import OnlinePlan, Plan
-from jaxrl_llm.plan.program import PROGRAM
 from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.program.counting import CompileCounter
+from jaxrl_llm.program.program import PROGRAM
+from jaxrl_llm.program.segment import Segment
+from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.alarms import AlarmBell
 from jaxrl_llm.supervision.callbacks import Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport

@@ -20,12 +20,12 @@ import jax  # noqa: E402
 from benchmarks.planned_steps import ROOT, shape_of  # noqa: E402
 from benchmarks.workloads import mix_limits  # noqa: E402
 from jaxrl_llm import config as c  # noqa: E402
-from jaxrl_llm.models.config import Mixture  # noqa: E402
-from jaxrl_llm.models.families import to_hf_config  # noqa: E402
 from jaxrl_llm.estimate.automatic import best_placements, shares  # noqa: E402
 from jaxrl_llm.estimate.rates import GB, rates_of  # noqa: E402
 from jaxrl_llm.estimate.search import best_layouts  # noqa: E402
 from jaxrl_llm.estimate.work import Work, work_of  # noqa: E402
+from jaxrl_llm.models.config import Mixture  # noqa: E402
+from jaxrl_llm.models.families import to_hf_config  # noqa: E402
 
 COUNTS = (1, 4, 8, 64, 1024)
 WEAK = (8, 16, 32, 64, 128, 256, 512, 1024)

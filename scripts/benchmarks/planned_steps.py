@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.placed_run import get_config  # noqa: E402
 from benchmarks.run_config import run_config  # noqa: E402
 from jaxrl_llm.config import apply_override  # noqa: E402
-from jaxrl_llm.models.config import GatedDelta, Latent, ModelConfig  # noqa: E402
-from jaxrl_llm.models.shapes import SHAPES  # noqa: E402
 from jaxrl_llm.estimate.devices import Devices  # noqa: E402
 from jaxrl_llm.estimate.estimate import Estimate, placed  # noqa: E402
 from jaxrl_llm.estimate.rates import rates_of  # noqa: E402
 from jaxrl_llm.estimate.work import Job, Work, work_of  # noqa: E402
+from jaxrl_llm.models.config import GatedDelta, Latent, ModelConfig  # noqa: E402
+from jaxrl_llm.models.shapes import SHAPES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "docs" / "measured_steps.jsonl"

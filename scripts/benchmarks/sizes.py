@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.estimate.lengths import lengths_in
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import config_from_hf
 from jaxrl_llm.models.shapes import SHAPES
-from jaxrl_llm.estimate.lengths import lengths_in
 from jaxrl_llm.references import nearest
 
 Shapes = dict[str, ModelConfig]

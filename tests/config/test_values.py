@@ -23,8 +23,8 @@ from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.config.rules.check import bounds_by_keys
 from jaxrl_llm.config.rules.sizes import closest, closest_batch, divisors
 from jaxrl_llm.config.schema import CheckpointConfig
-from jaxrl_llm.launch.arguments import functions
 from jaxrl_llm.estimate.lengths import lengths_in
+from jaxrl_llm.launch.arguments import functions
 from jaxrl_llm.references import is_file, is_folder, nearest_file
 from jaxrl_llm.typed_records.record import Kind, Record, fields_of, validate
 

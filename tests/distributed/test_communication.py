@@ -15,7 +15,6 @@ from tiny_iteration import first_states, open_iteration, packed, run_step, tiny_
 from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
-from jaxrl_llm.compiling.counting import count_compilations
 from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
 from jaxrl_llm.distributed import communication
 from jaxrl_llm.distributed.communication import NO_STAGE, collectives, table
@@ -24,6 +23,7 @@ from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
 from jaxrl_llm.observability.profile import DeviceEvent
+from jaxrl_llm.program.counting import count_compilations
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.profiling import UNTIMED, time_collectives
 from jaxrl_llm.trainer.run import train

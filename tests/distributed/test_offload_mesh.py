@@ -10,7 +10,7 @@ from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.plan.dataflow import _from_its_first_step
+from jaxrl_llm.program.segment import _from_its_first_step
 
 
 def test_updates_with_moments_in_the_host_memory():

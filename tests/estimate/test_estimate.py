@@ -19,18 +19,6 @@ from jaxrl_llm.distributed.layout import generation_layout, mesh_of, train_layou
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes as real_switch_bytes
 from jaxrl_llm.distributed.sharding import shardings
-from jaxrl_llm.generation.engine import begin
-from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.launch import commands
-from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.models.decoder import Block, rematerialised
-from jaxrl_llm.models.expert_rows import Stacked
-from jaxrl_llm.models.experts import experts_of_tokens
-from jaxrl_llm.models.families import to_hf_config
-from jaxrl_llm.models.flops import kv_bytes_per_token
-from jaxrl_llm.models.layers import rope_tables
-from jaxrl_llm.models.shapes import SHAPES, num_parameters
 from jaxrl_llm.estimate import automatic as planner
 from jaxrl_llm.estimate.automatic import automatic, best_placements, shares
 from jaxrl_llm.estimate.compiled import RealPrograms, with_compiled
@@ -43,6 +31,18 @@ from jaxrl_llm.estimate.search import _meshes, best_layouts
 from jaxrl_llm.estimate.seconds import _decoding
 from jaxrl_llm.estimate.traffic import of_switch, of_update, switch_bytes
 from jaxrl_llm.estimate.work import Samples, work_of
+from jaxrl_llm.generation.engine import begin
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.launch import commands
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.decoder import Block, rematerialised
+from jaxrl_llm.models.expert_rows import Stacked
+from jaxrl_llm.models.experts import experts_of_tokens
+from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.models.flops import kv_bytes_per_token
+from jaxrl_llm.models.layers import rope_tables
+from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
 H200 = rates_of("h200")
 WIDE = MODEL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}

@@ -9,15 +9,15 @@ from test_planner import H200, large
 from tiny_models import HYBRID_EXPERTS
 
 from jaxrl_llm import config as c
-from jaxrl_llm.kernels.float8 import FLOAT8
-from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.models.families import to_hf_config
-from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import estimate
 from jaxrl_llm.estimate.memory import float8_bytes
 from jaxrl_llm.estimate.seconds import DECODE_LAYER, ROUTING
 from jaxrl_llm.estimate.work import work_of
+from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.models.shapes import SHAPES
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ from tiny import HYBRID
 from jaxrl_llm import config as c
 from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
-from jaxrl_llm.kernels.mesh_split import MeshSplit
-from jaxrl_llm.launch.described_models import check_models
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import estimate
 from jaxrl_llm.estimate.packing import Rows
 from jaxrl_llm.estimate.search import _meshes
 from jaxrl_llm.estimate.traffic import of_update
 from jaxrl_llm.estimate.work import work_of
+from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
+from jaxrl_llm.kernels.mesh_split import MeshSplit
+from jaxrl_llm.launch.described_models import check_models
 
 HALVES = WIDE | HYBRID | {"num_hidden_layers": 4}  # a rule in every second layer
 

@@ -10,9 +10,9 @@ from jaxrl_llm.distributed.communication import collectives
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.estimate.topology import COMPILER_OPTIONS, compile_devices
 from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
-from jaxrl_llm.estimate.topology import COMPILER_OPTIONS, compile_devices
 
 pytestmark = needs_compiler
 B, T, D, F, E = 8, 32, 256, 128, 8

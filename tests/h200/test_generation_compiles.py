@@ -428,7 +428,7 @@ def test_a_decode_step_reads_a_base_in_float8_as_it_is():
 
 
 def test_a_tail_as_a_program_copies_neither_weights_nor_cache():
-    """A chain hands them from one program to the next: see compiling/chain.py."""
+    """A chain hands them from one program to the next: see program/chain.py."""
     slots, tail = FEWEST_WITHOUT_TRITON, 64
     sampling = SamplingParams(max_new_tokens=64)
     settings = GenerationSettings(

@@ -37,7 +37,7 @@ def test_the_chain_from_the_command_to_the_formula(key, tmp_path, monkeypatch):
 
     def formula(logprobs, old_logprobs, advantages, mask, *, clip_low, clip_high, clip_c):
         frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(PACKAGE))]
-        if any(f.name == "run" and f.filename.endswith("plan/program.py") for f in frames):
+        if any(f.name == "run" and f.filename.endswith("program/program.py") for f in frames):
             found = [(str(Path(f.filename).relative_to(PACKAGE)), f.name) for f in frames]
             chain.extend([*found, ("algorithms/policy_losses.py", "ppo_clip")])
             raise Stop

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxrl_llm.plan.dataflow import DEVICE, HOST, Stage, StageOutput, plan, segments
+from jaxrl_llm.plan.dataflow import plan, segments
+from jaxrl_llm.program.stage import DEVICE, HOST, Stage, StageOutput
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

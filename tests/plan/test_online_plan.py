@@ -17,11 +17,11 @@ from jaxrl_llm.config import (
     PhaseConfig,
 )
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.plan.dataflow import HOST
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_iteration, plan_online
 from jaxrl_llm.plan.roles import roles_of
 from jaxrl_llm.plan.scores import ArrayReward
+from jaxrl_llm.program.stage import HOST
 from jaxrl_llm.tokenizer import CharTokenizer
 
 DECAY = OptimizerConfig(learning_rate=8.0, schedule="linear")

@@ -93,7 +93,7 @@ from dataclasses import dataclass, replace
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import GRPO
-from jaxrl_llm.plan.dataflow import Stage, StageOutput
+from jaxrl_llm.program.stage import Stage, StageOutput
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from tiny_run import TinyRun, assert_same_bits
 
 from jaxrl_llm.config import ConfigError, FilterGroupsConfig, load_config
 from jaxrl_llm.distributed.multihost import fetch
-from jaxrl_llm.plan.program import Program
+from jaxrl_llm.program.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.batches import GroupFilter, means_of
 from jaxrl_llm.trainer.run import train

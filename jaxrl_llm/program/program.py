@@ -2,26 +2,22 @@
 
 Consecutive device stages are one `jax.jit`: with a model reward the whole iteration is one
 program. The states of roles that learn are donated, so an update needs no second copy. On one
-device generation is cut where that compiles sooner: see `compiling/chain.py`.
+device generation is cut where that compiles sooner: see `program/chain.py`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.compiling.ahead import CompileJob, Compilers
-from jaxrl_llm.compiling.chain import Chain, job_of, programs_of, setting_of
-from jaxrl_llm.compiling.guards import memory_guard, transfer_guard
-from jaxrl_llm.compiling.stored import Start
-from jaxrl_llm.distributed.crossing import call, moved, results_elsewhere, spread, takes_part
+from jaxrl_llm.distributed.crossing import call, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -31,19 +27,21 @@ from jaxrl_llm.distributed.multihost import (
     make_global,
     place_owned,
 )
-from jaxrl_llm.distributed.reshard import to_devices
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.learner.train_state import params_of, stays_float32
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.dataflow import Pieces, Segment, Stage, States
-from jaxrl_llm.plan.roles import Role
-from jaxrl_llm.plan.scores import StepContext
-from jaxrl_llm.types import Batch, OfflineBatch, RolloutBatch
+from jaxrl_llm.program.ahead import CompileJob, Compilers
+from jaxrl_llm.program.chain import Chain, job_of, programs_of, setting_of
+from jaxrl_llm.program.followers import Follower
+from jaxrl_llm.program.guards import transfer_guard
+from jaxrl_llm.program.moves import Moves
+from jaxrl_llm.program.progress import B, Progress, Results, joined, segment_memory_guard
+from jaxrl_llm.program.segment import Segment
+from jaxrl_llm.program.stage import Pieces, Stage, States, StepContext
+from jaxrl_llm.program.stored import Start
+from jaxrl_llm.types import Batch
 
 MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
-B = TypeVar("B", RolloutBatch, OfflineBatch)
-Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
 
 class Program:
@@ -59,7 +57,7 @@ class Program:
         mesh: Mesh,
         state_shardings: Mapping[str, Any],
         own_meshes: Mapping[str, Mesh] | None = None,
-        followers: Sequence["Follower"] = (),
+        followers: Sequence[Follower] = (),
         overlap: bool = True,
         supervised: bool = False,
         group: int = 1,
@@ -81,7 +79,7 @@ class Program:
         self._overlap = overlap
         self.mesh = mesh
         self._own_meshes = dict(own_meshes or {})
-        self._followers = {follower.role.name: follower for follower in followers}
+        self._followers = {follower.name: follower for follower in followers}
         apart = len(set(self._own_meshes.values()))
         self._threads = ThreadPoolExecutor(apart + 1, "segments") if apart else None
         self.is_spread = spread(self.meshes)  # several groups of several processes
@@ -122,7 +120,7 @@ class Program:
         the first, and so waits for it.
         """
         with self._compilers.checked():
-            now, moves = _Progress(states, batch, step, timer), _Moves()
+            now, moves = Progress(states, batch, step, timer), Moves()
             segments = self.segments if segments is None else segments
             between = self.is_spread and not stay
             for number, segment in enumerate(segments):
@@ -143,7 +141,10 @@ class Program:
                     compiled = self._ready(compiled)
                     if mesh.size > 1 and segment.name not in self._called:
                         self._called[segment.name] = jax.tree.map(_abstract, arguments)
-                    with transfer_guard() if known else nullcontext(), _memory_guard(segment):
+                    with (
+                        transfer_guard() if known else nullcontext(),
+                        segment_memory_guard(segment),
+                    ):
                         if not known and jax.process_count() > 1:
                             compile_together(compiled, arguments, segment.name, takes_part(mesh))
                         if takes_part(mesh):
@@ -168,7 +169,7 @@ class Program:
             return now.states, now.batch, now.metrics
 
     def _begin(
-        self, segment: Segment, now: "_Progress[Any]", moves: "_Moves", rest: Sequence[Segment]
+        self, segment: Segment, now: Progress[Any], moves: Moves, rest: Sequence[Segment]
     ) -> tuple[Any, ...]:
         """The arguments of a device segment, once its devices and its fields are there.
 
@@ -192,8 +193,8 @@ class Program:
     def _run_host(
         self,
         segment: Segment,
-        now: "_Progress[Any]",
-        moves: "_Moves",
+        now: Progress[Any],
+        moves: Moves,
         context: StepContext | None,
         rest: Sequence[Segment],
     ) -> None:
@@ -206,10 +207,10 @@ class Program:
         with now.timer(segment.name):
             found = self._call_host(segment.stages[0], now, context)
         now.wait()
-        now.metrics = _joined(now.metrics, found)
+        now.metrics = joined(now.metrics, found)
 
     def _before(
-        self, mesh: Mesh, segments: Sequence[Segment], now: "_Progress[Any]", moves: "_Moves"
+        self, mesh: Mesh, segments: Sequence[Segment], now: Progress[Any], moves: Moves
     ) -> None:
         """What must happen before the first of `segments` runs on `mesh`, where processes differ.
 
@@ -403,7 +404,7 @@ class Program:
         return any(set(stage.writes) & host_reads for stage in segment.stages)
 
     def _call_host(
-        self, stage: Stage, now: "_Progress[Any]", context: StepContext | None
+        self, stage: Stage, now: Progress[Any], context: StepContext | None
     ) -> dict[str, Any]:
         """Call a host stage with the rows that this process owns; its metrics."""
         rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
@@ -461,25 +462,6 @@ def _mean_over_hosts(metrics: dict[str, Any], num_rows: int) -> dict[str, Any]:
     return means
 
 
-def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, Any]:
-    """The metrics of the stages that have begun."""
-    metrics: dict[str, Any] = {}
-    for stage in segment.stages:
-        if step >= stage.first_step:
-            metrics = _joined(metrics, by_stage[stage.name])
-    return metrics
-
-
-def _joined(metrics: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """`metrics` and those of a further stage. ValueError for a name that both have."""
-    if again := sorted(found.keys() & metrics.keys()):
-        raise ValueError(
-            f"two stages report the metric {again[0]!r}, so one value would be lost; rename that "
-            "of your stage or of your loss"
-        )
-    return metrics | dict(found)
-
-
 def _split_states(states: States, segment: Segment) -> tuple[States, States]:
     """The states that the segment replaces (donated) and those that it only reads."""
     learning = set(segment.updated)
@@ -488,36 +470,6 @@ def _split_states(states: States, segment: Segment) -> tuple[States, States]:
         {role: states[role] for role in sorted(used & learning)},
         {role: states[role] for role in sorted(used - learning)},
     )
-
-
-class Follower:
-    """A role whose weights are those of another, on devices of its own, at each step's begin."""
-
-    def __init__(self, role: Role, source: str, dtype: str) -> None:
-        self.role = role
-        self.source = source
-        self.timing = f"sync_{role.name}"
-        self._dtype = dtype
-        # The state of the source, and what came of it: weights, and the bytes that moved.
-        self._last: tuple[Any, Any, int] = (None, None, 0)
-
-    def follow(self, state: Any) -> tuple[Any, int]:
-        """The weights on the role's devices, and the bytes that they moved. A state moves once."""
-        if self._last[0] is not state:
-            self._last = (None, None, 0)  # the old weights make room
-            params, target = params_of(state), self.role.param_shardings
-            found = to_devices(params, target, self._dtype, stays_float32)
-            self._last = (state, *found)
-        return self._last[1:]
-
-    def abstract(self) -> Any:
-        """Shape, dtype and sharding of the weights."""
-
-        def one(path: Any, x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-            dtype = x.dtype if stays_float32(path) else jnp.dtype(self._dtype)
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-
-        return jax.tree.map_with_path(one, self.role.spec.params, self.role.param_shardings)
 
 
 def _placed(field: Any, *, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -533,101 +485,13 @@ def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     return partial(_mesh_of, own_meshes=own_meshes)
 
 
-def _memory_guard(segment: Segment) -> AbstractContextManager[None]:
-    return memory_guard(segment.name, segment.needs_less_memory)
-
-
 def _call(
-    compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: "_Progress[Any]"
+    compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: Progress[Any]
 ) -> Results:
     """What a thread does: dispatch a segment that was traced before, and wait for it."""
-    with transfer_guard(), _memory_guard(segment):
+    with transfer_guard(), segment_memory_guard(segment):
         results = call(compiled, arguments, mesh)
     return now.end(segment, results, mesh)
-
-
-class _Progress(Generic[B]):
-    """How far a step has come: states, batch and metrics, and the segment in flight on each mesh.
-
-    What a segment gives is taken over when it is waited for, in an order that no clock decides.
-    The clock of a segment stops when its results are there. On one mesh the caller waits for them.
-    A segment that ran at the same time as a host stage is waited for after it. Its time is then the
-    longer of the two. With several meshes a thread waits.
-    """
-
-    def __init__(self, states: States, batch: B, step: int, timer: Timer) -> None:
-        self.states = states
-        self.batch = batch
-        self.metrics: dict[str, Any] = {}
-        self.step = step
-        self.timer = timer
-        self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Results]]] = {}
-
-    def add(self, mesh: Mesh, segment: Segment, end: Callable[[], Results]) -> None:
-        """`end` waits for what is in flight. Requires: nothing else is on `mesh`."""
-        self._in_flight[mesh] = segment, end
-
-    def wait_for(self, names: Iterable[str]) -> None:
-        """Wait for the segments in flight that write one of these fields, or update these roles."""
-        names = set(names)
-        for mesh, (segment, _) in tuple(self._in_flight.items()):
-            written = {name for stage in segment.stages for name in stage.writes}
-            if names & (written | set(segment.updated)):
-                self.wait(mesh)
-
-    def wait(self, *meshes: Mesh) -> None:
-        """Wait for what is in flight on these meshes, or on all, and take over what it gave."""
-        for mesh in meshes or tuple(self._in_flight):
-            if mesh not in self._in_flight:
-                continue
-            segment, end = self._in_flight.pop(mesh)
-            new_states, writes, by_stage = end()
-            self.states = self.states | new_states
-            self.batch = self.batch.replace(**writes)
-            self.metrics = _joined(self.metrics, _begun(segment, by_stage, self.step))
-
-    def is_busy(self, mesh: Mesh) -> bool:
-        """Whether a segment is in flight on `mesh`. It does not depend on the clock."""
-        return mesh in self._in_flight
-
-    def end(self, segment: Segment, results: Results, mesh: Mesh) -> Results:
-        """Wait until the results are there, and stop the clock."""
-        if not takes_part(mesh):
-            return results
-        _, writes, by_stage = results
-        with _memory_guard(segment):
-            jax.block_until_ready(writes or by_stage)
-        self.timer.stop(segment.name)
-        return results
-
-
-class _Moves:
-    """Fields of a step on the meshes that read them. Each moves once to a mesh."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._moved: dict[tuple[str, Mesh], tuple[Any, Any]] = {}
-
-    def to(self, mesh: Mesh, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields, [rows, ...] each, on `mesh`. Waits for those that move."""
-        return {name: self._field(mesh, name, field) for name, field in fields.items()}
-
-    def is_there(self, mesh: Mesh, name: str, field: Any) -> bool:
-        """Whether `to` would move nothing."""
-        there = field.sharding.device_set == batch_sharding(mesh).device_set
-        return there or self._moved.get((name, mesh), (None, None))[0] is field
-
-    def _field(self, mesh: Mesh, name: str, field: Any) -> Any:
-        sharding = batch_sharding(mesh)
-        if field.sharding.device_set == sharding.device_set:
-            return field
-        known, found = self._moved.get((name, mesh), (None, None))
-        if known is not field:
-            jax.block_until_ready(field)
-            found = moved(field, sharding)
-            self.bytes += field.nbytes
-            self._moved[name, mesh] = field, found
-        return found
 
 
 def _chain_of(

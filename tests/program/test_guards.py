@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.compiling.counting import count_compilations
-from jaxrl_llm.compiling.guards import transfer_guard
+from jaxrl_llm.program.counting import count_compilations
+from jaxrl_llm.program.guards import transfer_guard
 
 
 def test_compilations_are_counted_by_name():

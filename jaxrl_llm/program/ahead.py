@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import monitoring
 
-from jaxrl_llm.compiling.counting import COMPILED
-from jaxrl_llm.compiling.stored import Start, StoredPrograms, UnreadableProgram
+from jaxrl_llm.program.counting import COMPILED
+from jaxrl_llm.program.stored import Start, StoredPrograms, UnreadableProgram
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -20,9 +20,6 @@ from tiny_iteration import first_states, open_iteration, random_params, run_step
 from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
-from jaxrl_llm.compiling import ahead
-from jaxrl_llm.compiling.counting import count_compilations
-from jaxrl_llm.compiling.guards import OutOfMemory, memory_guard
 from jaxrl_llm.config import load_config
 from jaxrl_llm.distributed.mesh import make_mesh, num_replicas
 from jaxrl_llm.distributed.multihost import make_global
@@ -31,8 +28,13 @@ from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import open_validator
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan import generating, stages
-from jaxrl_llm.plan.dataflow import HOST, Segment, Stage, StageOutput, segments
-from jaxrl_llm.plan.program import Program
+from jaxrl_llm.plan.dataflow import segments
+from jaxrl_llm.program import ahead
+from jaxrl_llm.program.counting import count_compilations
+from jaxrl_llm.program.guards import OutOfMemory, memory_guard
+from jaxrl_llm.program.program import Program
+from jaxrl_llm.program.segment import Segment
+from jaxrl_llm.program.stage import HOST, Stage, StageOutput
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.run import train
 from jaxrl_llm.trainer.training import Training
@@ -260,7 +262,7 @@ import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.runtime import run_script
-from jaxrl_llm.compiling import ahead
+from jaxrl_llm.program import ahead
 
 def main(_):
     ahead._compile = lambda *_: time.sleep(60)

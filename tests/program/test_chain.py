@@ -11,8 +11,6 @@ from tiny import EXPERTS, HYBRID, MODEL
 from tiny_iteration import first_states, open_iteration, prompts, random_params, tiny_config
 
 from jaxrl_llm import config as c
-from jaxrl_llm.compiling.chain import Chain
-from jaxrl_llm.compiling.counting import count_compilations
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.evaluation import evaluate
@@ -21,7 +19,9 @@ from jaxrl_llm.generation import sizes
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.generating import Generate
-from jaxrl_llm.plan.program import Program
+from jaxrl_llm.program.chain import Chain
+from jaxrl_llm.program.counting import count_compilations
+from jaxrl_llm.program.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
 
 ONE_LAYER = {"num_hidden_layers": 1}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from documented_metrics import documented
 
-from jaxrl_llm.compiling.counting import CompileCounter, count_compilations
 from jaxrl_llm.config import load_config
+from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.run import train
 

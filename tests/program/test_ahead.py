@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxrl_llm.compiling import ahead, stored
-from jaxrl_llm.compiling.ahead import CompileJob, Compilers, StalePrograms
-from jaxrl_llm.compiling.stored import Start, StoredPrograms, UnreadableProgram
+from jaxrl_llm.program import ahead, stored
+from jaxrl_llm.program.ahead import CompileJob, Compilers, StalePrograms
+from jaxrl_llm.program.stored import Start, StoredPrograms, UnreadableProgram
 
 TIMEOUT_S = 20
 

@@ -15,8 +15,8 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.compiling.chain import setting_of
-from jaxrl_llm.compiling.stored import PROGRAMS, STARTS, Start, StoredPrograms, UnreadableProgram
+from jaxrl_llm.program.chain import setting_of
+from jaxrl_llm.program.stored import PROGRAMS, STARTS, Start, StoredPrograms, UnreadableProgram
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_what_was_not_used_for_longest_is_deleted_beyond_a_size(folder, monkeypa
     stored = StoredPrograms()
     stored.bound()
     assert not part.exists() and all(map(stored.has, names)), "10 GB are not reached"
-    monkeypatch.setattr("jaxrl_llm.compiling.stored.MOST_BYTES", 4500)
+    monkeypatch.setattr("jaxrl_llm.program.stored.MOST_BYTES", 4500)
     stored.bound()
     assert not month.exists() and week.exists() and day.exists()
     assert [name for name, start in lists.items() if start.names()] == [*names[:3], "writing"]
@@ -167,7 +167,7 @@ def test_a_program_that_is_read_counts_as_used(folder, monkeypatch):
     stored.save(name, program.compile())
     before = aged(folder / name, 48).stat()
     aged(folder / "other", 24)
-    monkeypatch.setattr("jaxrl_llm.compiling.stored.MOST_BYTES", 0)
+    monkeypatch.setattr("jaxrl_llm.program.stored.MOST_BYTES", 0)
     stored.load(name)
     stored.bound()
     assert stored.has(name) and not stored.has("other")
@@ -176,7 +176,7 @@ def test_a_program_that_is_read_counts_as_used(folder, monkeypatch):
 
 def test_two_processes_delete_at_the_same_time(folder, monkeypatch):
     """Each finds that the other one was faster."""
-    monkeypatch.setattr("jaxrl_llm.compiling.stored.MOST_BYTES", 0)
+    monkeypatch.setattr("jaxrl_llm.program.stored.MOST_BYTES", 0)
     for hours in range(2, 9):
         aged(folder / f"old-{hours}", hours)
     unlink = Path.unlink
@@ -221,7 +221,7 @@ def test_a_program_whose_results_pickle_refuses_is_named(folder, caplog):
 READS = """
 import sys, jax, jax.numpy as jnp
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from jaxrl_llm.compiling.stored import StoredPrograms
+from jaxrl_llm.program.stored import StoredPrograms
 print(StoredPrograms().load(sys.argv[2])({"a": jnp.float32([[4.0]])})["a"])
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.compiling.ahead import CompileJob, Compilers, Link, Run
+from jaxrl_llm.program.ahead import CompileJob, Compilers, Link, Run
 
 
 class Chain:

@@ -1,0 +1,40 @@
+"""Roles whose weights are another role's, on devices of their own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.distributed.reshard import to_devices
+from jaxrl_llm.learner.train_state import Params, params_of, stays_float32
+
+
+class Follower:
+    """A role whose weights are those of another, on devices of its own, at each step's begin."""
+
+    def __init__(self, name: str, source: str, dtype: str, *, shapes: Params, shardings: Params):
+        """`shapes` and `shardings` are those of the weights on the role's devices."""
+        self.name = name
+        self.source = source
+        self.timing = f"sync_{name}"
+        self._dtype = dtype
+        self._shapes, self._shardings = shapes, shardings
+        # The state of the source, and what came of it: weights, and the bytes that moved.
+        self._last: tuple[Any, Any, int] = (None, None, 0)
+
+    def follow(self, state: Any) -> tuple[Any, int]:
+        """The weights on the role's devices, and the bytes that they moved. A state moves once."""
+        if self._last[0] is not state:
+            self._last = (None, None, 0)  # the old weights make room
+            found = to_devices(params_of(state), self._shardings, self._dtype, stays_float32)
+            self._last = (state, *found)
+        return self._last[1:]
+
+    def abstract(self) -> Any:
+        """Shape, dtype and sharding of the weights."""
+
+        def one(path: Any, x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            dtype = x.dtype if stays_float32(path) else jnp.dtype(self._dtype)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+        return jax.tree.map_with_path(one, self._shapes, self._shardings)

@@ -1,0 +1,39 @@
+"""Fields of a step on their way between meshes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.distributed.crossing import moved
+from jaxrl_llm.distributed.sharding import batch_sharding
+
+
+class Moves:
+    """Fields of a step on the meshes that read them. Each moves once to a mesh."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._moved: dict[tuple[str, Mesh], tuple[Any, Any]] = {}
+
+    def to(self, mesh: Mesh, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields, [rows, ...] each, on `mesh`. Waits for those that move."""
+        return {name: self._field(mesh, name, field) for name, field in fields.items()}
+
+    def is_there(self, mesh: Mesh, name: str, field: Any) -> bool:
+        """Whether `to` would move nothing."""
+        there = field.sharding.device_set == batch_sharding(mesh).device_set
+        return there or self._moved.get((name, mesh), (None, None))[0] is field
+
+    def _field(self, mesh: Mesh, name: str, field: Any) -> Any:
+        sharding = batch_sharding(mesh)
+        if field.sharding.device_set == sharding.device_set:
+            return field
+        known, found = self._moved.get((name, mesh), (None, None))
+        if known is not field:
+            jax.block_until_ready(field)
+            found = moved(field, sharding)
+            self.bytes += field.nbytes
+            self._moved[name, mesh] = field, found
+        return found

@@ -1,0 +1,175 @@
+"""Consecutive stages as one function, which `Program` compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.learner.train_state import Adapted, own_of
+from jaxrl_llm.program.stage import HOST, Pieces, Stage, StageOutput, States
+
+MORE_DEVICES = "more devices on config.mesh.fsdp"  # with which every program needs less memory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segment:
+    """Consecutive stages that run together: one compiled program, or one host stage."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def is_host(self) -> bool:
+        return self.stages[0].role == HOST
+
+    @property
+    def name(self) -> str:
+        """The names of its stages, as they stand in `timing_s/<name>`."""
+        return "+".join(stage.name for stage in self.stages)
+
+    @property
+    def generates(self) -> bool:
+        return any(stage.generates for stage in self.stages)
+
+    @property
+    def roles(self) -> set[str]:
+        """The roles whose states its stages get."""
+        return {name for stage in self.stages for name in (stage.role, *stage.shares)}
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """The roles whose states it replaces."""
+        return tuple(stage.role for stage in self.stages if stage.updates)
+
+    @property
+    def needs_less_memory(self) -> list[str]:
+        """Settings with which it needs less memory, the cheapest first."""
+        found = []
+        if self.generates:
+            found += [
+                "smaller config.rollout.cache_tokens or num_slots",
+                "config.rollout.quantization=float8 with algorithm.rollout_is=token",
+            ]
+        if self.updated:
+            found.append(
+                "remat=projections or full of that model (config.actor, config.critic, ...)"
+            )
+        if not all(stage.generates for stage in self.stages):
+            found.append(
+                "smaller micro_batch_tokens or micro_batch_size there, or in config.warmup"
+            )
+        if self.updated:
+            found.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
+        return [*found, MORE_DEVICES]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields that enter the segment from outside."""
+        written: set[str] = set()
+        reads: dict[str, None] = {}
+        for stage in self.stages:
+            reads |= dict.fromkeys(name for name in stage.reads if name not in written)
+            written |= set(stage.writes)
+        return tuple(reads)
+
+    def iteration(
+        self,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
+        first: Callable[..., StageOutput] | None = None,
+    ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
+        """Every stage in turn. This is what `Program` compiles.
+
+        `learning` are the states that the segment replaces, `fixed` those that it only reads.
+        `first` is called in place of the first stage, without a state: see `end`.
+        Returns the new states, the fields that were written, and metrics by stage.
+        """
+        fields, metrics, states = dict(fields), {}, fixed | learning
+        rows = jax.tree.leaves(fields)[0].shape[0]
+        for number, stage in enumerate(self.stages):
+            given = {name: fields[name] for name in stage.reads}
+            with jax.named_scope(stage.name):
+                state = stage.state_of(states)
+                if first is not None and number == 0:
+                    output = first(step, **given)
+                elif stage.first_step == 1:
+                    output = stage(state, step, **given)
+                else:
+                    output = _from_its_first_step(stage, state, step, given)
+            stage.check(output, rows)
+            fields |= output.writes
+            metrics[stage.name] = dict(output.metrics)
+            if stage.updates:
+                states = states | {stage.role: output.state}
+        writes = {name: fields[name] for stage in self.stages for name in stage.writes}
+        return {role: states[role] for role in learning}, writes, metrics
+
+    def supervised(self, *arguments: Any) -> Any:
+        """`iteration` of a training that a run begins with; compilations are counted by name."""
+        return self.iteration(*arguments)
+
+    def begin(
+        self,
+        pieces: Pieces,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
+    ) -> tuple[Any, Any, Any]:
+        """The first program of a chain; `pieces` are those of the first stage."""
+        stage = self.stages[0]
+        with jax.named_scope(stage.name):
+            return pieces.begin(stage.state_of(fixed | learning), step, **self._of_first(fields))
+
+    def go_on(
+        self,
+        pieces: Pieces,
+        number: int,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
+        *carried: Any,
+    ) -> tuple[Any, Any]:
+        """A program in the middle of a chain; `carried` are what `Pieces` calls so."""
+        stage = self.stages[0]
+        with jax.named_scope(stage.name):
+            state = stage.state_of(fixed | learning)
+            return pieces.go_on(number, state, step, *carried, **self._of_first(fields))
+
+    def end(
+        self,
+        pieces: Pieces,
+        learning: States,
+        fixed: States,
+        fields: dict[str, Any],
+        step: jax.Array,
+        passed: Any,
+    ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
+        """The last program of a chain; returns what `iteration` returns."""
+        first = partial(pieces.end, passed=passed)
+        return self.iteration(learning, fixed, fields, step, first)
+
+    def _of_first(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: fields[name] for name in self.stages[0].reads}
+
+
+def _from_its_first_step(stage: Stage, state: Any, step: jax.Array, fields: Any) -> StageOutput:
+    """An update that leaves its state alone, and measures zeros, before its first step."""
+    assert stage.updates and not stage.writes, stage.name
+
+    def update(own: Any) -> tuple[Any, dict[str, Any]]:
+        given = replace(state, own=own) if isinstance(state, Adapted) else own
+        output = stage(given, step, **fields)
+        return output.state, dict(output.metrics)
+
+    own = own_of(state)
+    _, shapes = jax.eval_shape(update, own)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    begun = step >= stage.first_step
+    state, metrics = jax.lax.cond(begun, update, lambda own: (own, zeros), own)
+    return StageOutput(metrics=metrics, state=state)

@@ -1,0 +1,203 @@
+"""A stage: one step of the dataflow, and what a program needs to know of it."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms.fields import check_metric_name, field_names
+from jaxrl_llm.distributed.multihost import HostRows
+from jaxrl_llm.rewards.manager import RewardResult
+from jaxrl_llm.types import ROLLOUT_AXES, Completion, Prompt
+
+HOST = "host"  # role of a stage that runs Python
+DEVICE = "device"  # role of a stage that is traced and needs no state
+# How the names of metrics begin that the trainer adds to those of the stages.
+TRAINER_METRICS = ("timing_s/", "perf/", "training/global_step", "training/epoch")
+States = dict[str, Any]  # what each role keeps between steps, by its name
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a stage returns: fields of the batch and metrics by name, and its role's new state."""
+
+    writes: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    state: Any = None  # for a stage that updates
+
+
+class Pieces(Protocol):
+    """A device stage without updates that is cut into programs. Each method is traced.
+
+    `begin`, then `go_on` with the numbers below `count`, then `end` do what the stage does. `kept`
+    is what each `go_on` reads. `passed` and `moved` are what each of them replaces: the arrays of
+    `moved` are donated, so their shapes stay. `fields` are those that the stage reads.
+    """
+
+    @property
+    def count(self) -> int:
+        """How often `go_on` is called."""
+        ...
+
+    def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
+        """`kept`, `passed` and `moved` of the first program."""
+        ...
+
+    def go_on(
+        self, number: int, state: Any, step: jax.Array, *carried: Any, **fields: jax.Array
+    ) -> tuple[Any, Any]:
+        """The next `passed` and `moved`; `carried` are `kept` and these."""
+        ...
+
+    def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
+        """What the stage returns."""
+        ...
+
+
+class Stage:
+    """One step of the dataflow. A subclass is a frozen dataclass whose `__call__` does the work.
+
+    The keyword-only parameters of `__call__` are the fields of the batch that it reads. A stage
+    that calls functions of the algorithm lists them in `functions`, and takes their fields as
+    `**fields`. `writes` are the keys of `StageOutput.writes`; they are compared when the stage is
+    traced.
+
+    A device stage is traced: `__call__(state of its role, step, *, ...)`. A host stage runs Python:
+    `__call__(context, step, *, ...)` with numpy arrays. With several processes it gets the rows
+    that its process owns, and writes those.
+    """
+
+    name: str  # its own among the stages of a plan; `timing_s/<name>`
+    role: str = DEVICE  # whose state it gets: a model's role, the KL controller, DEVICE or HOST
+    writes: tuple[str, ...] = ()
+    updates: bool = False  # replaces its role's state: a goal of the plan, always kept
+    # The step of the run (1-based) with which it begins. An update that has not begun leaves the
+    # state as it was, and reports nothing.
+    first_step: int = 1
+    # Of a host stage: its metrics are of all processes already. Otherwise they count as means over
+    # the rows of a process, and the mean over all rows is reported.
+    gathers: bool = False
+    generates: bool = False  # bound by memory: its time says nothing about the use of FLOPs
+    # XLA's, for a program whose stages all have the same.
+    compiler_options: Mapping[str, int] | tuple[()] = ()
+    # The metric that says how often a loop ran whose number is data, by the scope around the loop.
+    loop_metrics: Mapping[str, str] | tuple[()] = ()
+    # Functions of the algorithm: their positional parameters are fields that are read too.
+    functions: Sequence[Callable[..., Any]] = ()
+    __call__: Callable[..., StageOutput]  # the work of one step; see above
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the batch that the stage gets, as keywords."""
+        parameters = inspect.signature(type(self).__call__).parameters.values()
+        own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        named = [name for fn in self.functions for name in field_names(fn)]
+        return tuple(dict.fromkeys((*own, *named)))
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Other roles whose states the stage reads too."""
+        return ()
+
+    def state_of(self, states: States) -> Any:
+        """What the stage gets as its state."""
+        return states.get(self.role)
+
+    def pieces(self) -> Pieces | None:
+        """The stage as programs that run one after the other, where that compiles sooner."""
+        return None
+
+    def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Output shapes of a host stage for `rows` rows. Host stages are not traced."""
+        return {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in self.writes}
+
+    def check(self, output: Any, rows: int) -> None:
+        """ValueError unless the output is what the stage says that it writes, with `rows` rows.
+
+        A wrong shape could broadcast silently and change the result.
+        """
+        if not isinstance(output, StageOutput):
+            raise ValueError(
+                f"stage {self.name!r} returned {type(output).__name__}, not a StageOutput: "
+                "StageOutput({field: array}, {metric: number})"
+            )
+        if set(output.writes) != set(self.writes):
+            raise ValueError(
+                f"stage {self.name!r} says that it writes {_shown(self.writes)} and returned "
+                f"{_shown(output.writes)}: make `writes` and the returned keys the same"
+            )
+        if self.updates != (output.state is not None):
+            raise ValueError(
+                f"stage {self.name!r} has updates={self.updates} and returned "
+                f"{'a' if output.state is not None else 'no'} state"
+            )
+        for name, value in output.writes.items():
+            if not _is_real(value):
+                raise ValueError(
+                    f"stage {self.name!r} returned {name} as {_kind(value)}; return an array of "
+                    "real numbers"
+                )
+            axes = ROLLOUT_AXES.get(name)
+            shape = np.shape(value)
+            if shape[:1] != (rows,) or (axes is not None and len(shape) != len(axes)):
+                wanted = f"[{', '.join(axes)}]" if axes else "[B, ...]"
+                raise ValueError(
+                    f"stage {self.name!r} returned {name} of shape {shape}; it must be {wanted}, "
+                    f"and B is {rows} samples"
+                )
+        for name, value in output.metrics.items():
+            check_metric_name(f"stage {self.name!r}", name)
+            if name.startswith(TRAINER_METRICS):
+                raise ValueError(
+                    f"stage {self.name!r} returned the metric {name!r}, and the trainer writes "
+                    f"those that begin with {', '.join(TRAINER_METRICS)}; rename it"
+                )
+            if not (isinstance(value, int | float) or _is_real(value)):
+                raise ValueError(
+                    f"stage {self.name!r} returned the metric {name!r} as {_kind(value)}; a metric "
+                    "is a number"
+                )
+            if not self.updates and np.shape(value):
+                raise ValueError(
+                    f"stage {self.name!r} returned the metric {name!r} of shape {np.shape(value)}; "
+                    "a metric is one number, such as the mean"
+                )
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is an array, or a trace of one, of floats, integers or bools."""
+    dtype = getattr(value, "dtype", None)
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def _kind(value: Any) -> str:
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ if dtype is None else f"an array of {dtype}"
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What the host knows of one iteration. Host stages read it and write their results here."""
+
+    prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
+    n: int  # samples a prompt
+    rows: HostRows  # of the batch
+    policy_version: int  # updates of the policy that generates, or begins to
+    # Of each owned row: the policy that sampled its last token, where that may be another.
+    last_policy_versions: np.ndarray | None = None
+    first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
+    completions: list[Completion] = field(default_factory=list)  # one an owned row
+    reward: RewardResult | None = None  # of `completions`
+
+    def prompts_of(self, rows: np.ndarray) -> list[Prompt]:
+        """The prompts that these rows of the batch answer."""
+        return [self.prompts[row // self.n] for row in rows.tolist()]
+
+
+def _shown(names: Any) -> str:
+    return ", ".join(sorted(names)) or "nothing"

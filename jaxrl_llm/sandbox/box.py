@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jaxrl_llm
-from jaxrl_llm.rewards.processes import children, descendants, memory_above, signal_name
 from jaxrl_llm.sandbox.namespaces import python_folders
+from jaxrl_llm.sandbox.processes import children, descendants, memory_above, signal_name
 
 PAUSE = 0.05  # seconds between looks at memory and processes
 MARGIN = 10.0  # seconds beyond a program's own, to start and to end it

@@ -14,8 +14,7 @@ import tempfile
 import time
 from typing import Any, NoReturn
 
-from jaxrl_llm.rewards import processes
-from jaxrl_llm.sandbox import namespaces, seccomp
+from jaxrl_llm.sandbox import namespaces, processes, seccomp
 
 RESULT, CHANNEL = 3, 4  # the descriptors of a program beyond the usual three
 OPEN_FILES = 64

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from jaxrl_llm.rewards.processes import PR_SET_DUMPABLE, libc
+from jaxrl_llm.sandbox.processes import PR_SET_DUMPABLE, libc
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000

@@ -9,7 +9,7 @@ import errno
 import os
 import struct
 
-from jaxrl_llm.rewards.processes import libc
+from jaxrl_llm.sandbox.processes import libc
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER_MODE = 38, 22, 2
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000

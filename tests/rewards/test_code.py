@@ -21,8 +21,8 @@ from jaxrl_llm.rewards.code import (
     same_output,
 )
 from jaxrl_llm.rewards.manager import RewardManager
-from jaxrl_llm.rewards.processes import descendants
 from jaxrl_llm.sandbox.box import Limits, Sandbox
+from jaxrl_llm.sandbox.processes import descendants
 from jaxrl_llm.sandbox.values import Foreign, decode, encode, no_object
 from jaxrl_llm.types import Completion, Prompt
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.rewards.code import code, prepare
-from jaxrl_llm.rewards.processes import descendants
 from jaxrl_llm.sandbox.box import Limits, Sandbox
+from jaxrl_llm.sandbox.processes import descendants
 
 SMALL = Limits(seconds=0.5, memory_mb=150, processes=8, tmp_mb=4, output_kb=64)
 LIBC = "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from jaxrl_llm.rewards import processes
+from jaxrl_llm.sandbox import processes
 
 PAUSE = 0.2  # seconds between looks at the processes
 OUTPUT_WINDOW = 60.0  # seconds to which the limit of output refers

@@ -22,7 +22,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxrl_llm.rewards import processes
 from jaxrl_llm.rewards.calling import BatchCall, CallError, Reply, SampleCall, timeout_error
 from jaxrl_llm.rewards.loading import FunctionInfo
 from jaxrl_llm.rewards.workers import keeper
@@ -34,6 +33,7 @@ from jaxrl_llm.rewards.workers.wire import (
     pack_request,
     unpack_answer,
 )
+from jaxrl_llm.sandbox import processes
 
 LOAD_LIMIT = 120.0  # seconds to import a user's module; libraries such as torch are slow
 GRACE = 1.0  # seconds for an async call to end at its own limit before its worker is killed

@@ -1,6 +1,6 @@
 """DPO on human preferences between sentences of movie reviews, from random weights, on two cores.
 
-python scripts/prepare_data.py movie_preferences --output=movie_preferences
+python scripts/prepare_movies.py --output=movie_preferences
 python scripts/train.py --config=configs/dpo_movies.py
 
 The first command takes pairs from the package index (Hutto and Gilbert 2014), with a tokenizer of

@@ -1,7 +1,7 @@
 """GRPO on a mixture of experts made of SmolLM2-135M-Instruct: sums as a chat, on one GPU.
 
 python scripts/prepare_model.py smollm2 --output=smollm2
-python scripts/prepare_model.py upcycle --model=smollm2 --output=smollm2_moe --experts=4
+jaxrl prepare upcycle --model=smollm2 --output=smollm2_moe --experts=4
 python scripts/train.py --config=configs/grpo_smollm2_moe.py
 
 The task of configs/grpo_smollm2.py. Each layer begins with four copies of its MLP, of which a token

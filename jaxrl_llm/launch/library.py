@@ -86,7 +86,7 @@ def train(
     try:
         STATUS("importing jax")
         config = start(config, num_cpu_devices=num_cpu_devices, meanwhile=_import_trainer)
-        from jaxrl_llm.trainer.run import train
+        from jaxrl_llm.trainer.loop import train
 
         return train(config, callbacks=callbacks, end_process=end_process)
     finally:
@@ -97,7 +97,7 @@ def train(
 def _import_trainer() -> None:
     STATUS("importing the trainer")
     with imports():
-        import jaxrl_llm.trainer.run  # noqa: F401
+        import jaxrl_llm.trainer.loop  # noqa: F401
 
 
 def _with_objects(

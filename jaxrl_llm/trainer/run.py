@@ -1,24 +1,18 @@
-"""A whole run, start to end: open or resume it, train, summarise."""
+"""An open run: it is opened or resumed, saves checkpoints, and is summarised."""
 
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import jax
-from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import digests, layout, manager
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.identity import (
     CODE,
-    COLUMNS,
-    HELD_OUT,
     IDENTITY,
     ROWS,
     Identity,
@@ -26,47 +20,31 @@ from jaxrl_llm.checkpoint.identity import (
     code_record,
 )
 from jaxrl_llm.checkpoint.manager import CheckpointManager
-from jaxrl_llm.config import Config, ConfigError, as_dict, is_offline, run_folder
-from jaxrl_llm.data.overlap import say_overlap
-from jaxrl_llm.data.priority import PriorityLoader
-from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
-from jaxrl_llm.data.share import sampled_digest
+from jaxrl_llm.config import Config, ConfigError, run_folder
 from jaxrl_llm.distributed.multihost import barrier, is_main
-from jaxrl_llm.evaluation.evaluate import (
-    AnswerEvaluation,
-    Evaluation,
-    RecordEvaluation,
-    Validator,
-    open_validator,
-)
-from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import AHEAD, OnlinePlan, Plan, plan_online
-from jaxrl_llm.plan.weights import BASES, check_stored
+from jaxrl_llm.plan.online import AHEAD, OnlinePlan, Plan
+from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.program.stage import States
-from jaxrl_llm.program.stored import Start, start_of
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, read_deadline
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
 from jaxrl_llm.supervision.profiling import StepProfiler
-from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps, open_run_folder
+from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
 from jaxrl_llm.supervision.signals import stop_requests
-from jaxrl_llm.supervision.watchdog import END, START, EndProcess, Watch, open_watch
+from jaxrl_llm.supervision.watchdog import END, Watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.batches import (
-    AnyLoader,
     Batches,
     FilteredBatches,
-    OfflineRecords,
     PromptBatches,
     RecordBatches,
-    load_offline_records,
 )
+from jaxrl_llm.trainer.data import RunData, open_plan_and_data
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.output import (
     RunOutput,
@@ -76,7 +54,6 @@ from jaxrl_llm.trainer.output import (
     about_lines,
     write_about,
 )
-from jaxrl_llm.trainer.rewarding import open_reward
 from jaxrl_llm.trainer.states import (
     FirstStates,
     Supervised,
@@ -91,52 +68,6 @@ from jaxrl_llm.trainer.states import (
     to_items,
 )
 from jaxrl_llm.trainer.training import Clock, Training
-from jaxrl_llm.types import Prompt
-
-NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
-
-
-def train(
-    config: Config,
-    *,
-    callbacks: Sequence[Callback] = (),
-    end_process: EndProcess | None = None,
-) -> Summary:
-    """Run `config` to its end. If its run_dir has a checkpoint, resume from it.
-
-    `callbacks` are called after each step, and may end the run.
-    `end_process` (os._exit) lets the watchdog end this process when a step hangs.
-    """
-    with open_run_folder(config) as folder:
-        if folder.is_finished(config):
-            return finished_summary(folder, config)
-        with (
-            open_watch(config.watchdog, folder.path, end_process) as watch,
-            open_run(config, folder, watch, callbacks) as run,
-        ):
-            for training in run.trainings():
-                training.watch = watch
-                if training.is_new:
-                    metrics = training.validate()
-                    training.report(metrics)
-                    if training.save_first:
-                        training.save(metrics)
-                while training.step < training.total_steps and not training.stopped:
-                    timer = training.begin_step()
-                    step, iteration = training.step, training.plan.at(training.step)
-                    batch, context = training.batches.next(step, training.states, timer)
-                    training.states, batch, metrics = iteration.program.run(
-                        training.states, batch, step, context, timer, iteration.learning
-                    )
-                    metrics = training.measure(batch, context, metrics)
-                    if training.validation_is_due():
-                        metrics |= training.validate()
-                    training.report(metrics)
-                    if training.save_is_due():
-                        training.save(metrics)
-                watch.enter(START, learn=False)  # of the next training
-            return run.summary()
-
 
 # ------------------------------------------------------------------------- an open run
 
@@ -149,7 +80,7 @@ class Run:
     run_dir: Path
     tokenizer: Tokenizer
     plan: Plan
-    data: "RunData"
+    data: RunData
     supervised: Supervised  # what a new run trains first
     output: RunOutput
     checkpoints: CheckpointManager
@@ -497,139 +428,7 @@ def open_run(
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunData:
-    """The data of a run: where training goes on, and what is held out."""
-
-    config: Config
-    loader: AnyLoader  # of the training data
-    num_rows: int  # of the training data
-    validator: Validator | None  # answers held-out prompts; None where there are none to answer
-    records: OfflineRecords | None  # of offline training
-    digests: dict[str, str]  # of what is compared at a resume and may change
-
-    @property
-    def num_held_out(self) -> int:
-        """Held-out rows: prompts that are answered, else records."""
-        if self.validator is not None:
-            return self.validator.num_prompts
-        return 0 if self.records is None else len(self.records.held_out)
-
-    @property
-    def best_metric(self) -> str:
-        """The metric of the best checkpoint: the config's, else answers, else the held-out loss."""
-        given, records = self.config.checkpoint.best_metric, self.records
-        by_loss = records is not None and records.held_out and self.validator is None
-        return given or ("-eval_loss" if by_loss else "")
-
-    def evaluations(self, plan: Plan, output: RunOutput) -> list[Evaluation]:
-        """What is measured on held-out data, in order: a later one overrides names."""
-        found: list[Evaluation] = []
-        records = self.records
-        if isinstance(plan, OnlinePlan):
-            answers = self.validator
-            if answers is not None:
-                found.append(AnswerEvaluation(validator=answers, trace=output.validation))
-            return found
-        mesh = plan.learner.mesh
-        assert records is not None
-        rows = records.rows
-        if records.held_out:
-            # What pairs and single completions both measure is reported of the completions.
-            if records.held_out_pairs:
-                pairs = records.held_out_pair_batches()
-                sums, divide = plan.held_out_pairs, weighted_means
-                found.append(RecordEvaluation(sums, divide, pairs, mesh, rows, prefix="eval_"))
-            divide, batches = partial(means, plan.algorithm), records.held_out_batches()
-            found.append(
-                RecordEvaluation(plan.held_out, divide, batches, mesh, rows, prefix="eval_")
-            )
-        if self.validator is not None:
-            found.append(AnswerEvaluation(validator=self.validator))
-        return found
-
-
-def open_plan_and_data(
-    config: Config,
-    tokenizer: Tokenizer,
-    meshes: Mapping[str, Mesh],
-    run_dir: Path,
-    stack: ExitStack,
-    *,
-    new: bool = False,
-    begins: bool = False,
-) -> tuple[Plan, RunData]:
-    """What the algorithm of `config` makes of a run. `stack` closes what was opened.
-
-    Every program is traced here, so that shapes and fields that do not fit are refused.
-    Of a `new` run the files of weights are checked, before any data are read.
-    Of a run that `begins` with its own steps, the first program is compiled, or all are read.
-    """
-    records, validator, prompts = None, None, []
-    if is_offline(config):
-        plan = plan_offline(config, tokenizer, meshes["actor"])
-        if new:
-            check_stored(plan.learner, plan.source, config)
-        records = load_offline_records(config, plan, tokenizer, run_dir)
-        loader, num_rows = records.loader(), len(records.train)
-        stack.callback(loader.close)
-        answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
-        plan.trace(records.sizes)
-    else:
-        reward = open_reward(config, tokenizer, stack)
-        others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
-        plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
-        for name, role in plan.roles.items() if new else ():
-            check_stored(role, plan.sources.get(name), config)
-        prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
-        if reward is not None:
-            reward.check(config, prompts)
-        num_rows = len(prompts)
-        samples = config.data.train_batch_size * config.rollout.n
-        loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
-        if not isinstance(loader, PriorityLoader):
-            stack.callback(loader.close)
-        answers = True
-        plan.trace(_start_of(config, plan, tokenizer) if begins else None)
-    if answers and has_held_out(config):
-        validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
-    whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
-    data = RunData(
-        config=config,
-        loader=loader,
-        validator=validator,
-        records=records,
-        num_rows=num_rows,
-        digests=_compare_rows(prompts, records, validator) if whole else {},
-    )
-    return plan, data
-
-
-def _compare_rows(
-    prompts: Sequence[Prompt], records: OfflineRecords | None, validator: Validator | None
-) -> dict[str, str]:
-    """Digests of the row columns that a resume may change.
-
-    It also says which held-out rows are trained on.
-    """
-    answered = [] if validator is None else validator.prompts
-    if records is None:
-        say_overlap(prompts, answered)
-        columns = {COLUMNS: sampled_digest([prompt.columns for prompt in prompts])}
-    else:
-        say_overlap(records.train, records.held_out)
-        columns = {}
-    held_out = [*([] if records is None else records.held_out), *answered]
-    return columns | {HELD_OUT: sampled_digest([(x.token_ids, x.answer) for x in held_out])}
-
-
 # ------------------------------------------------------------------------- folders
-
-
-def _start_of(config: Config, plan: Plan, tokenizer: Tokenizer) -> Start:
-    """A key of the config and identity values that change programs."""
-    given = {key: value for key, value in as_dict(config).items() if key not in NOT_IN_PROGRAMS}
-    return start_of(given, run_identity(plan, tokenizer))
 
 
 def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:

@@ -26,7 +26,7 @@ from jaxrl_llm.observability.profile import DeviceEvent
 from jaxrl_llm.program.counting import count_compilations
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.profiling import UNTIMED, time_collectives
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 SIZES = {"fsdp": 4, "tensor": 2}
 MESH_AXES = MeshAxes(names=tuple(SIZES), sizes=tuple(SIZES.values()))

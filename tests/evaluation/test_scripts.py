@@ -30,7 +30,7 @@ from jaxrl_llm.evaluation.answering import open_model, read_prompt
 from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint, run_facts
 from jaxrl_llm.launch import commands, library
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIG = """

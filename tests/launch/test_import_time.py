@@ -1,4 +1,4 @@
-"""What `import jaxrl_llm.trainer.run` costs: each start and each test process pays it."""
+"""What `import jaxrl_llm.trainer.loop` costs: each start and each test process pays it."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_starting_the_trainer_is_quick():
     least, seconds = float("inf"), float("inf")
     for _ in range(2):
         least = min(least, imported("jax, flax.nnx")[0])
-        now, modules = imported("jaxrl_llm.trainer.run")
+        now, modules = imported("jaxrl_llm.trainer.loop")
         assert modules & LAZY == set()
         seconds = min(seconds, now)
         if seconds < MOST * least:

@@ -22,7 +22,7 @@ from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.plan.roles import params_of
 from jaxrl_llm.tokenizer import CharTokenizer
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.training import Training
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")

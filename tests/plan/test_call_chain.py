@@ -10,8 +10,8 @@ from tiny_run import TinyRun
 import jaxrl_llm
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.config import load_config
-from jaxrl_llm.plan.online import Iteration
-from jaxrl_llm.trainer import run as trainer
+from jaxrl_llm.plan.online import Iteration, OnlinePlan
+from jaxrl_llm.trainer.loop import train
 
 PACKAGE = Path(jaxrl_llm.__file__).parent
 DOCS = PACKAGE.parent / "docs" / "architecture.md"
@@ -46,7 +46,7 @@ def test_the_chain_from_the_command_to_the_formula(key, tmp_path, monkeypatch):
 
     monkeypatch.setattr(policy_losses, "ppo_clip", formula)
     # Nothing is traced ahead: the chain is that of a step.
-    monkeypatch.setattr(trainer.OnlinePlan, "trace", lambda self, *_: None)
+    monkeypatch.setattr(OnlinePlan, "trace", lambda self, *_: None)
     monkeypatch.setattr(Iteration, "compile_ahead", lambda self: None)
     run = TinyRun(tmp_path)
     overrides = {
@@ -61,7 +61,7 @@ def test_the_chain_from_the_command_to_the_formula(key, tmp_path, monkeypatch):
     overrides |= {key: "2"} if key else {}
     config = load_config(str(tmp_path / "tiny.py"), list(overrides.items()))
     with pytest.raises(Stop):
-        trainer.train(config)
+        train(config)
     names = [name for _, name in chain]
     # `train` is call 1: the command itself is call 0.
     assert names.index("train_step") + 1 <= 6, chain

@@ -8,8 +8,8 @@ from documented_metrics import documented
 
 from jaxrl_llm.config import load_config
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.run import train
 
 CONFIG = Path(__file__).parents[2] / "configs" / "ppo_reward_model.py"
 SMALL = {

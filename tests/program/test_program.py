@@ -36,7 +36,7 @@ from jaxrl_llm.program.program import Program
 from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.program.stage import HOST, Stage, StageOutput
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.training import Training
 from jaxrl_llm.types import INPUT_FIELDS, RolloutBatch
 

@@ -10,7 +10,7 @@ from tiny_run import TinyRun
 from jaxrl_llm.config import Config, apply_override, as_dict, load_config
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
 from jaxrl_llm.supervision.run_folder import differing_keys
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 SMALL = {
     "total_steps": "12",

@@ -9,7 +9,7 @@ from test_run import config_of
 from tiny_run import assert_same_bits
 
 from jaxrl_llm.evaluation.trained_model import export_checkpoint
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 MODEL = {
     "model_type": "deepseek_v3",

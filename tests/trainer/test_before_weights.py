@@ -15,7 +15,7 @@ from jaxrl_llm.checkpoint.huggingface import import_params
 from jaxrl_llm.launch.dry_run import dry_run
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import config_from_hf
-from jaxrl_llm.trainer import run, states
+from jaxrl_llm.trainer import data, states
 
 SHORT = rl.SupervisedConfig(steps=1, batch_size=8)
 
@@ -84,8 +84,8 @@ def test_weights_that_are_not_whole_are_refused_before_the_data_are_read(
         file.write_bytes(kept) if kept else file.unlink()
     with pytest.raises(ValueError, match=message):
         import_params(folder, model_spec(model))
-    monkeypatch.setattr(run, "load_run_prompts", states.load_params)  # as any that must not be
-    monkeypatch.setattr(run, "load_offline_records", states.load_params)
+    monkeypatch.setattr(data, "load_run_prompts", states.load_params)  # as any that must not be
+    monkeypatch.setattr(data, "load_offline_records", states.load_params)
     own = config(tmp_path)
     changes = {"actor.path": str(folder), "actor.hf_config": {}, "warmup": None}
     files = {"algorithm": algorithm, "data.train_tasks": [{"kind": "chain_sum"}]}

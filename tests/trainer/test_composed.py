@@ -36,7 +36,7 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.online import plan_iteration
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 ROW_TOKENS = 33
 BOTH = """

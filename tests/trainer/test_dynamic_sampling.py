@@ -13,7 +13,7 @@ from jaxrl_llm.distributed.multihost import fetch
 from jaxrl_llm.program.program import Program
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.batches import GroupFilter, means_of
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.types import RolloutBatch
 
 N = 2

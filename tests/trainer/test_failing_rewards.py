@@ -12,7 +12,7 @@ from tiny_run import TinyRun
 from jaxrl_llm import config as c
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.run import open_plan_and_data
+from jaxrl_llm.trainer.data import open_plan_and_data
 
 FAILING = """
 def digits(completions, trainer_state):

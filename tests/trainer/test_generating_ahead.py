@@ -19,9 +19,9 @@ from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import bind
 from jaxrl_llm.trainer.generating_ahead import kept_sizes
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
-from jaxrl_llm.trainer.run import train
 
 pytestmark = pytest.mark.ci
 

@@ -14,7 +14,7 @@ from jaxrl_llm.checkpoint.huggingface import load_model_config
 from jaxrl_llm.checkpoint.peft import WEIGHTS, import_adapter, read_lora
 from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 CHANGES = {f"actor.hf_config.{key}": json.dumps(value) for key, value in HYBRID.items()}
 CHANGES["actor.hf_config.model_type"] = HYBRID["model_type"]

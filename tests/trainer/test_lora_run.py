@@ -28,7 +28,7 @@ from jaxrl_llm.plan.models import ModelSource, adapters_of, find_model, learner_
 from jaxrl_llm.plan.roles import make_role, strict_of
 from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.trainer import states
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 pytestmark = pytest.mark.ci
 

@@ -27,8 +27,9 @@ from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords
+from jaxrl_llm.trainer.data import RunData, open_plan_and_data
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import Summary
-from jaxrl_llm.trainer.run import RunData, open_plan_and_data, train
 
 STEPS = 6
 

@@ -16,8 +16,8 @@ from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.supervision import deadline
 from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import Summary
-from jaxrl_llm.trainer.run import train
 
 SMALL = {
     "total_steps": "1",

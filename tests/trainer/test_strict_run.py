@@ -4,7 +4,7 @@ import pytest
 from tiny_run import TinyRun
 
 from jaxrl_llm.config import ConfigError, load_config
-from jaxrl_llm.trainer.run import train
+from jaxrl_llm.trainer.loop import train
 
 FLAGS = {
     "total_steps": "2",

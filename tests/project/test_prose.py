@@ -154,6 +154,12 @@ def test_the_page_of_the_tests_lists_every_folder_and_file():
     assert sorted(listed) == sorted(folders | {file.name for file in tests.glob("*.py")})
 
 
+def test_the_index_of_the_pages_lists_each():
+    index = (ROOT / "docs" / "README.md").read_text()
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name})" not in index]
+    assert missing == ["README.md"]
+
+
 def test_the_readme_gives_the_two_commands_that_every_change_runs():
     """`.ci/run` takes them from there."""
     lines = (ROOT / "README.md").read_text().splitlines()

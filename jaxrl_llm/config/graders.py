@@ -148,7 +148,7 @@ class Judge(Grader, kind="judge"):
     total_s: Seconds = 25.0  # of all requests of a step; below reward.timeout_s
     requests_per_minute: Whole = 0  # of each worker; 0 has no limit
     cache_file: str = ""  # JSON lines that later runs reuse; empty keeps answers in memory
-    key_variable: str = "OPENAI_API_KEY"  # name it in reward.environment too
+    key_variable: str = "OPENAI_API_KEY"  # variable that holds the key, a bearer token
 
 
 class Remote(Grader, kind="remote"):
@@ -160,7 +160,7 @@ class Remote(Grader, kind="remote"):
     retries: Whole = 4  # after a first failure, with a growing pause
     request_s: Seconds = 60.0  # of one request
     total_s: Seconds = 25.0  # of all rows of a step; below reward.timeout_s
-    key_variable: str = "REWARD_SERVER_KEY"  # a bearer token; name it in reward.environment too
+    key_variable: str = "REWARD_SERVER_KEY"  # variable that holds the key, a bearer token
 
 
 GRADERS = kinds_of(Grader)

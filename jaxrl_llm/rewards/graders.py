@@ -60,7 +60,5 @@ def path_and_settings(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any
 
 
 def worker_limits(rewards: c.RewardConfig) -> WorkerLimits:
-    """What a process for user functions may take and see."""
-    return WorkerLimits(
-        memory_gb=rewards.memory_gb, file_gb=rewards.file_gb, environment=rewards.environment
-    )
+    """What a process for user functions may take."""
+    return WorkerLimits(memory_gb=rewards.memory_gb, file_gb=rewards.file_gb)

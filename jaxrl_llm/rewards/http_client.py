@@ -115,8 +115,7 @@ class Server:
     def _explained(self, code: int, what: str) -> str:
         if code not in (401, 403):
             return what
-        name = self.key_variable
-        return f"{what}; set {name}, and --config.reward.environment='[\"{name}\"]'"
+        return f"{what}; the key is read from the variable {self.key_variable}"
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:

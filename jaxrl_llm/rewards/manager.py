@@ -14,12 +14,10 @@ import numpy as np
 from jaxrl_llm.config import Custom, Grader
 from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.observability.names import is_reserved
-from jaxrl_llm.references import split_path
+from jaxrl_llm.references import shown, split_path
 from jaxrl_llm.rewards.calling import (
     GIVEN_FIELDS,
     LOGGING,
-    MOST_REWARD,
-    TOO_LARGE,
     BatchCall,
     CallError,
     Graded,
@@ -31,7 +29,6 @@ from jaxrl_llm.rewards.calling import (
     call,
     check_columns,
     sample_call,
-    shorten,
     split_batch,
 )
 from jaxrl_llm.rewards.graders import worker_reference
@@ -42,7 +39,7 @@ from jaxrl_llm.rewards.loading import (
 )
 from jaxrl_llm.rewards.statistics import RewardStatistics
 from jaxrl_llm.rewards.steps import Steps
-from jaxrl_llm.rewards.workers.pool import Hopeless, Task, WorkerLimits, WorkerPool
+from jaxrl_llm.rewards.workers.pool import LostCalls, WorkerLimits, WorkerPool
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
     from jaxrl_llm.types import Completion, Prompt
@@ -66,8 +63,8 @@ class RewardFailure:
     def describe(self) -> str:
         """One line for a log."""
         return (
-            f"{self.function}: {self.kind}: {self.message}; prompt {shorten(self.prompt)}, "
-            f"completion {shorten(self.completion)}"
+            f"{self.function}: {self.kind}: {self.message}; prompt {shown(self.prompt)}, "
+            f"completion {shown(self.completion)}"
         )
 
 
@@ -128,24 +125,11 @@ class RewardManager:
         timeout: float = 30.0,
         num_workers: int = 2,
         max_concurrency: int = 64,
-        give_up_after: int = 16,
         total_steps: int | None = None,
         limits: WorkerLimits | None = None,
     ) -> None:
-        if not functions:
-            raise ValueError("No reward function: give at least one, such as ExactAnswer().")
         weights = [1.0] * len(functions) if weights is None else list(weights)
-        if len(weights) != len(functions):
-            raise ValueError(
-                f"{len(weights)} reward weights for {len(functions)} functions: give one each."
-            )
-        if timeout <= 0 or num_workers < 1 or not np.isfinite(failure_value):
-            raise ValueError(
-                f"timeout={timeout}, num_workers={num_workers}, failure_value={failure_value}: "
-                "need timeout > 0, num_workers >= 1 and a finite failure_value."
-            )
         self._failure_value = failure_value
-        self._give_up_after = give_up_after
         self._total_steps = total_steps
         self._wanted: tuple[str, ...] = ()  # columns that functions ask for and some row has
         references = [worker_reference(function) for function in functions]
@@ -244,14 +228,9 @@ class RewardManager:
     ) -> RewardResult:
         """Score completion i as an answer to prompt i. `prompts` repeats a prompt for its group.
 
-        Raises ValueError when a function asks for a column that the data do not have, logs a
-        metric under a name that the trainer writes, or weights make a score too large.
+        Raises ValueError when a function asks for a column that the data do not have, or logs a
+        metric under a name that the trainer writes.
         """
-        if len(prompts) != len(completions):
-            raise ValueError(
-                f"{len(prompts)} prompts for {len(completions)} completions: repeat each prompt "
-                "once a completion."
-            )
         replies: list[tuple[_Function, list[Reply]]] = []
         if prompts:
             state = TrainerState(global_step=step, max_steps=self._total_steps)
@@ -313,19 +292,9 @@ class RewardManager:
             scores += np.float32(function.weight) * np.nan_to_num(part, nan=0.0)
             applicable |= ~np.isnan(part)
         scores[~applicable] = self._failure_value
-        if not (np.abs(scores) <= MOST_REWARD).all():
-            raise ValueError(
-                f"a score is {np.abs(scores).max():g}, {TOO_LARGE}; take a smaller "
-                "config.reward.weights or config.reward.failure_value"
-            )
         return scores, applicable
 
     def _check_name(self, name: str, function: _Function) -> None:
-        if not name.rpartition("/")[2].strip():
-            raise ValueError(
-                f"The reward function {function.info.path} logs the metric {name!r}, which has no "
-                f"name. Give it one, such as '{function.name}/words'."
-            )
         ours = {f"rewards/{n}/{end}" for n in self.names for end in ("mean", "std", "failures")}
         if is_reserved(name) or name in ours:
             raise ValueError(
@@ -378,9 +347,8 @@ class RewardManager:
         calls = function.calls(batch, samples)
         if function.info.kind == "sample" and not function.info.is_async:
             return self._one_by_one(function, calls)
-        operation = "run" if function.info.kind == "batch" else "gather"
-        task = Task(function=function.index, calls=calls, operation=operation)
-        return [self._pool.submit(task, Hopeless(self._give_up_after))]
+        together = function.info.kind == "sample"  # async: they wait at the same time
+        return [self._pool.submit(function.index, calls, LostCalls(), together=together)]
 
     def _one_by_one(
         self, function: _Function, calls: Sequence[BatchCall | SampleCall]
@@ -388,9 +356,8 @@ class RewardManager:
         # Several chunks a worker, so that a slow one does not hold up the end.
         size = -(-len(calls) // (4 * self._pool.num_workers))
         chunks = [calls[i : i + size] for i in range(0, len(calls), size)]
-        hopeless = Hopeless(self._give_up_after)
-        tasks = [Task(function=function.index, calls=chunk) for chunk in chunks]
-        return [self._pool.submit(task, hopeless) for task in tasks]
+        lost = LostCalls()
+        return [self._pool.submit(function.index, chunk, lost) for chunk in chunks]
 
 
 def _results(futures: Sequence[Future[list[Reply]]]) -> list[Reply]:

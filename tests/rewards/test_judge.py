@@ -111,7 +111,7 @@ def test_a_slow_judge_is_asked_once(server):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("locked", "401.*reward.environment"), ("moved", "HTTP 307")]
+    ("text", "message"), [("locked", "401.*the variable OPENAI_API_KEY"), ("moved", "HTTP 307")]
 )
 def test_what_can_never_work_is_not_repeated(server, text, message):
     scores, logged = ask(server, *(f"{text} {i}" for i in range(20)), concurrency=1)

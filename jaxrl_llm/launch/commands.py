@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl_llm.checkpoint.layout import check_name, find_checkpoint
+from jaxrl_llm.checkpoint.layout import find_checkpoint
 from jaxrl_llm.config import ConfigError, UnknownKeyError, load_config
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answer_settings import AnswerSettings, StreamSettings, read_settings
@@ -412,7 +412,6 @@ def report(argv: list[str]) -> int:
             raise ConfigError(f"there is no folder {folder}{nearest_file(folder)}")
         if not is_run(folder):
             raise ConfigError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
-        check_name(folder)
     if flags.serve:
         return _serve(flags.runs, flags.port)
     output = flags.output or (flags.runs[0] if len(flags.runs) == 1 else Path()) / REPORT

@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # types.py imports jax
 
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_TEXT = 2000  # characters of an error's message, and of a repr in the trace
-MAX_DEPTH = 32  # of lists and maps in the trace
-LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
+MAX_DEPTH = 32  # depth of lists and maps in the trace
+LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are not lists
 # Columns that the resolved fields of a prompt replace.
 RESOLVED = ("prompt", "completion", "data_source", "ground_truth")
-# What a TRL function can ask for that is no column.
+# Parameters of a TRL function that are not columns.
 GIVEN_FIELDS = ("prompts", "completions", "completion_ids", "data_source", "ground_truth")
 
 
@@ -110,7 +110,7 @@ def check_columns(
 ) -> None:
     """Refuse a function that asks for a column that no row has. Raises ValueError.
 
-    `renamed` has our names and the data's, of columns that config.data.columns renames.
+    `renamed` maps our names to the data's, as config.data.columns does.
     """
     if info.kind == "sample":
         return
@@ -160,7 +160,7 @@ class Graded:
     value: float | None = None
     error: CallError | None = None
     extras: dict[str, Any] = field(default_factory=dict)
-    steps: Steps | None = None  # that add up to `value`
+    steps: Steps | None = None  # rewards of steps; their sum is `value`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +312,7 @@ def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
             return _bad_value(f"{info.name} returned {error}", extras)
     number = as_number(value) if steps is None else steps.total
     if number is None or not abs(number) <= FLOAT32_MAX:
-        what = "is no number" if number is None else "is not finite in float32"
+        what = "is not a number" if number is None else "is not finite in float32"
         message = f"{info.name} returned {shown(value)} ({type(value).__name__}), which {what}"
         if why := extras.get(f"{info.name}/error") or extras.get("reason"):
             message = f"{message}: {printable(str(why))}"

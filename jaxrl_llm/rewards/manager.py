@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does
     from jaxrl_llm.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
-READ_TRUTH = "read_truth"  # of the module of a grader that runs in the pool
+READ_TRUTH = "read_truth"  # function of a grader's module, if the grader runs in the pool
 TRUTHS = ("ground_truth", "answer", "solution", "reward_model")  # columns that may hold it
 
 
@@ -54,7 +54,7 @@ class RewardFailure:
     """A sample that got the failure value, and why."""
 
     function: str
-    index: int  # of the sample in the batch
+    index: int  # place of the sample in the batch
     kind: str  # exception | crash | timeout | bad return | not run | not applicable
     message: str
     prompt: str
@@ -77,7 +77,7 @@ class RewardResult:
     statistics: RewardStatistics  # adds up over the processes that graded parts of a batch
     extras: list[dict[str, Any]]  # one a sample: log_extra columns, other keys of verl dicts
     failures: list[RewardFailure] = field(default_factory=list)
-    # Of each sample: the weight of a function, and the rewards of steps that it gave.
+    # For each sample: weights of functions, and the rewards of steps that they gave.
     steps: list[list[tuple[float, Steps]]] = field(default_factory=list)
 
     @property
@@ -172,24 +172,23 @@ class RewardManager:
         columns: Collection[str],
         renamed: Mapping[str, str] | None = None,
         *,
-        of_all: bool = True,
+        all_rows: bool = True,
     ) -> None:
-        """Refuse functions that ask for none of the `columns` of the rows. Raises ValueError.
+        """Check that the rows have the columns that functions ask for. Raises ValueError.
 
-        It also refuses built-in graders when no row has a right answer.
+        A grader of ours that compares with a right answer needs a column that has one.
 
-        `renamed` has our names and the data's, of columns that config.data.columns renames. A
-        batch may then lack a column that other rows have: its values are None there. Without
-        `of_all` the columns are those of a sample of the rows, and one that is not there is named
-        in a warning.
+        `renamed` maps our names to the data's, as config.data.columns does. A batch may lack a
+        column that other rows have; its values are then None. Without `all_rows`, `columns` come
+        from a sample of the rows, and a missing column is only a warning.
         """
         for function in self._functions:
-            if of_all:
+            if all_rows:
                 _check_truth(function.info, columns)
             try:
                 check_columns(function.info, columns, renamed)
             except ValueError as error:
-                if of_all:
+                if all_rows:
                     raise
                 log.warning("No row of a sample of the streamed data has it. %s", error)
                 known = {*LOGGING, *GIVEN_FIELDS}
@@ -198,9 +197,9 @@ class RewardManager:
         self._wanted = tuple(name for name in columns if name in asked)
 
     def unreadable(self, truths: Sequence[Any]) -> dict[str, str]:
-        """Of each grader of ours that compares with a right answer: why it can read no `truths`.
+        """Why a grader of ours can read none of the right answers `truths`, by its name.
 
-        The text is empty where it can read one. Without truths there is nothing to say.
+        The text is empty where it can read one. Without truths, no grader is named.
         """
         return {
             function.name: _first_fault(function.read_truth, truths)
@@ -365,7 +364,7 @@ def _results(futures: Sequence[Future[list[Reply]]]) -> list[Reply]:
 
 
 def _blames_all(function: _Function, reply: Reply) -> bool:
-    """Whether one sample may have caused the error of all samples called with it."""
+    """True where one sample may have caused the error of all samples called with it."""
     if reply.error is None or reply.error.kind not in ("exception", "crash", "timeout"):
         return False
     return function.info.kind == "batch" or reply.error.shared
@@ -444,20 +443,20 @@ def _failure(
 def refuse_unreadable(everyone: Sequence[Mapping[str, str]], data: str) -> None:
     """ValueError where a grader can read no right answer of the rows of any process.
 
-    Each process gives what `RewardManager.unreadable` found in its own rows.
+    Each process gives `RewardManager.unreadable` of its own rows.
     """
-    for name in sorted({name for found in everyone for name in found}):
-        faults = [found[name] for found in everyone if name in found]
-        if all(faults):
+    for name in sorted({name for faults in everyone for name in faults}):
+        reasons = [faults[name] for faults in everyone if name in faults]
+        if all(reasons):
             raise ValueError(
-                f"{name} can grade no row of the {data} data; of the first, {faults[0]}. It reads "
+                f"{name} can grade no row of the {data} data; of the first, {reasons[0]}. It reads "
                 "the column ground_truth, answer or solution; another one is "
                 "--config.data.columns={ground_truth: THEIRS}"
             )
 
 
 def _compares(info: FunctionInfo) -> bool:
-    """Whether it is a grader of ours that compares with the right answer of a row."""
+    """True for a grader of ours that compares with the right answer of a row."""
     return is_builtin(info.path) and info.kind == "sample" and "ground_truth" in info.required
 
 

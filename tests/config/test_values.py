@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "trues": ({"reward.weights": [True]}, "config.reward.weights=[True]: expected a number"),
     "format": (
         {"reward.functions": [{"kind": "format_match", "pattern": "("}]},
-        "functions.0.pattern='(': expected a regular expression, and this is none: missing )",
+        "functions.0.pattern='(': expected a regular expression, but it is not valid: missing )",
     ),
     "port": (
         {"reward.functions": [{"kind": "remote", "url": "http://a:70000"}]},

@@ -154,7 +154,7 @@ def test_unusable_values_are_reported_by_name(rewards):
     assert set(kinds(result).values()) == {"bad return"}
     assert [failure.message for failure in result.failures] == [
         "compute_score returned nan (float), which is not finite in float32",
-        "compute_score returned '1.0' (str), which is no number",
+        "compute_score returned '1.0' (str), which is not a number",
         "compute_score returned 1e+39 (float), which is not finite in float32",
     ]
 
@@ -284,7 +284,7 @@ def test_a_column_that_no_row_has_is_refused_before_the_first_step(rewards):
             manager.check(["solutions"])
         with pytest.raises(ValueError, match=r"renames to 'answer'; .* Ask for 'answer', or add"):
             manager.check(["answer"], {"answer": "solution"})
-        manager.check(["other"], of_all=False)  # of a sample: a row that was not seen may have it
+        manager.check(["other"], all_rows=False)  # a row that was not seen may have it
         assert "NoneType" in manager.score(*samples("a"), step=1).failures[0].message
         manager.check(["solution", "other"])
         # Rows of another source do not have it, and a batch may hold only those.

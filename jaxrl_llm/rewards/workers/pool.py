@@ -40,10 +40,10 @@ worker.main(settings)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits:
-    """What a worker process may take."""
+    """Limits of a worker process."""
 
     memory_gb: float = 16.0
-    file_gb: float = 4.0  # of a file that it writes
+    file_gb: float = 4.0  # largest file that it may write
 
 
 class LostCalls:
@@ -189,12 +189,12 @@ class _Worker:
             info = self.load(function)
             limit = timeout * turns + (GRACE if info.is_async else 0.0)
             late = timeout_error(info, timeout)
-            own = [replace(call, fields=info.arguments(call.fields)) for call in calls]
+            sent = [replace(call, fields=info.arguments(call.fields)) for call in calls]
             if together:
-                yield from self._ask((function, timeout, own, True), limit, late)
+                yield from self._ask((function, timeout, sent, True), limit, late)
                 return
-            yield self._ask((function, timeout, own, False), limit, late)
-            for _ in own[1:]:
+            yield self._ask((function, timeout, sent, False), limit, late)
+            for _ in sent[1:]:
                 yield self._receive(limit, late)
         except (_Lost, ValueError) as lost:
             error = getattr(lost, "error", None) or CallError(kind="crash", message=str(lost))
@@ -245,7 +245,7 @@ class _Worker:
         raise _Lost(late)
 
     def _crash(self) -> CallError:
-        """How the process ended; the worker is removed."""
+        """Remove a worker whose process has ended, and say how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=GRACE)

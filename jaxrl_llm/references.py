@@ -193,12 +193,7 @@ def is_hub_name(path: str) -> bool:
 
 def shown(value: Any, most: int = 80) -> str:
     """A value in a message, of at most `most` characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
-        text = "an integer of many digits"
-    except RecursionError:
-        text = f"a {type(value).__name__}"
+    text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -4,11 +4,9 @@ A key, with its default and comment: schema.py, algorithms.py, graders.py, tasks
 A bound of a key: its type, on the field. One that another key of the record is: `UpTo("key")`.
 Rules that span keys, on conflicts, sizes and files: rules/. Roles on devices: placement.py.
 Where a config comes from: loading.py.
-What records are, their shared types, their messages and overrides: jaxrl_llm/typed_records/.
+Records, their shared types, their messages and overrides: jaxrl_llm/typed_records/.
 """
 # ruff: noqa: F403
-
-from typing import Any
 
 from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
@@ -22,15 +20,3 @@ from jaxrl_llm.typed_records.overrides import *
 from jaxrl_llm.typed_records.python_objects import *
 from jaxrl_llm.typed_records.record import *
 from jaxrl_llm.typed_records.tree import *
-
-_REPLACED = {
-    "FunctionConfig": "a record such as GRPO(clip_low=0.1) or ExactAnswer(), or "
-    "Custom(path='my_file.py:my_function', settings={…})",
-    "TaskConfig": "a record such as ChainSum(num_terms=3, size=64)",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _REPLACED:
-        raise ImportError(f"{name} is gone: write {_REPLACED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 import importlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from jaxrl_llm.references import (
     nearest,
     nearest_file,
     reason,
-    shown,
     where,
 )
 from jaxrl_llm.typed_records.messages import ConfigError, explain
@@ -36,7 +35,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 CONFIGS = "jaxrl_llm.configs"  # the packaged configs
-CONFIG = "config.json"  # of a run
+CONFIG = "config.json"  # name of a run's config
 BEGUN = ("metrics.jsonl", "checkpoints")  # either is in the folder of a run that has begun
 Overrides = Mapping[str, Any] | Sequence[tuple[str, Any]]
 
@@ -51,12 +50,13 @@ def load_config(config: str | Path | Config, overrides: Overrides = ()) -> Confi
     Guarantees: a warm-up of no steps is None. The folder of a run is where it is found.
     Raises: ConfigError, with a value or key that works.
     """
-    found = config if isinstance(config, Config) else open_config(config)
-    found = apply_overrides(found, overrides)
-    if found.warmup is not None and found.warmup.steps == 0:
-        found = replace(found, warmup=None)
-    check(found)
-    return found
+    config = apply_overrides(
+        config if isinstance(config, Config) else open_config(config), overrides
+    )
+    if config.warmup is not None and config.warmup.steps == 0:
+        config = replace(config, warmup=None)
+    check(config)
+    return config
 
 
 def apply_overrides(config: Config, overrides: Overrides) -> Config:
@@ -65,16 +65,10 @@ def apply_overrides(config: Config, overrides: Overrides) -> Config:
     Data of the overrides, files or a class, replaces the config's tasks, unless the overrides name
     tasks too. A log line says so.
     """
-    given: Any = overrides.items() if isinstance(overrides, Mapping) else overrides
-    pairs = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    keys: set[str] = set()
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            why = f"the overrides {shown(overrides)} are no dict and no list of pairs"
-            raise ConfigError(f"{why}: write {{'rollout.n': 8}}")
-        config = apply_override(config, *pair)
-        keys.add(pair[0])
-    return _with_files_for_tasks(config, keys)
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    for key, value in pairs:
+        config = apply_override(config, key, value)
+    return _with_files_for_tasks(config, {key for key, _ in pairs})
 
 
 def _with_files_for_tasks(config: Config, keys: set[str]) -> Config:
@@ -113,9 +107,6 @@ def packaged_configs() -> list[str]:
 
 def open_config(path: str | Path) -> Config:
     """The Config of a Python file, a packaged config's name, a run's folder or its config.json."""
-    if not isinstance(path, str | Path) or "\0" in str(path):
-        known = "a file with get_config(), the name of a packaged config such as grpo"
-        raise ConfigError(f"config={shown(path)}: expected a Config, {known}, or a run's folder")
     path = str(path)
     file = Path(path).expanduser()
     if path in packaged_configs():
@@ -124,8 +115,8 @@ def open_config(path: str | Path) -> Config:
         file /= CONFIG
     if is_folder(file):
         raise ConfigError(
-            f"the folder {path} has no {CONFIG}, so it is not the folder of a run; give "
-            f"{_near_folder(file)}, or the name of a packaged config such as grpo"
+            f"the folder {path} has no {CONFIG}, so it is not the folder of a run; give the folder "
+            "of a run, a file with get_config(), or the name of a packaged config such as grpo"
         )
     if not is_file(file):
         hint = nearest(path, packaged_configs()) if path.isidentifier() else nearest_file(file)
@@ -134,27 +125,17 @@ def open_config(path: str | Path) -> Config:
     if file.suffix != ".json":
         return _run(file, path)
     try:
-        found = from_json(file.read_text(encoding="utf-8"))
+        config = from_json(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         works = "give a Python file with get_config(), or the folder of another run"
         raise ConfigError(f"{file} is no JSON text: {error}; {works}") from None
-    return _where_it_is(found, file.parent) if file.name == CONFIG else found
-
-
-def _near_folder(folder: Path) -> str:
-    """What works in place of a folder without a config, as far as that can be seen."""
-    runs = [above for above in list(folder.parents)[:2] if is_file(above / CONFIG)]
-    files = sorted(folder.glob("[!_]*.py"))
-    if runs:
-        return f"that of the run, {runs[0]}"
-    own = f" such as {files[0]}" if files else ""
-    return f"that of a run, a file with get_config(){own}"
+    return _where_it_is(config, file.parent) if file.name == CONFIG else config
 
 
 def _where_it_is(config: Config, folder: Path) -> Config:
     """The config of the run in `folder`, which may have been moved, copied, or begun elsewhere.
 
-    Its own `run_dir` would be another run, or a new one. A log line says which folder is used.
+    Its stored `run_dir` names another run, or a new one. A log line says which folder is used.
     """
     stored = run_folder(config)
     if stored.resolve() == folder.resolve() or not any(exists(folder / name) for name in BEGUN):

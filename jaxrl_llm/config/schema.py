@@ -60,29 +60,11 @@ def _placement(value: Any) -> Any:
     return {} if value == "colocated" else value
 
 
-def _exact(value: Any) -> Any:
-    """How exact; true and false are the older spellings of "repeatable" and "off"."""
-    value = guess(value)
-    return ("repeatable" if value else "off") if isinstance(value, bool) else value
-
-
-def _tokens_of_a_part(value: Any) -> Any:
-    """A number of tokens; others have a switch here."""
-    if isinstance(guess(value), bool):
-        raise ValueError("expected the new tokens of a part, for example 512; 0 is off")
-    return value
-
-
-Exact = Annotated[Literal["off", "repeatable", "strict"], BeforeValidator(_exact)]
-_NULL = "it has a null character, which no path has; write it again"
-PathText = Annotated[str, tested(lambda text: "\0" not in text, _NULL)]
 _ESCAPE = re.compile(r"\\[nrt](?![a-z])")  # not the start of a command of LaTeX
 _ESCAPED = (
     "it has a backslash and a letter, not a new line or a tab; give the character itself, which "
     "bash writes as $'\\n'"
 )
-_COLD = "log-probs at it have no digits in float32; 0 is greedy, and 0.001 works"
-Temperature = Annotated[NotNegative, tested(lambda value: not 0 < value < 0.001, _COLD)]
 StopText = Annotated[str, Len(1, 32), tested(lambda text: not _ESCAPE.search(text), _ESCAPED)]
 StopTexts = Annotated[Many[StopText], Len(0, 16)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
@@ -350,7 +332,7 @@ class RolloutConfig(Record):
     """Generation for training."""
 
     n: Count = 1  # samples a prompt
-    temperature: Temperature = 1.0  # of sampling; 0 is greedy
+    temperature: NotNegative = 1.0  # of sampling; 0 is greedy
     top_k: Whole = 0  # 0 is off
     top_p: Probability = 1.0  # sample from the likeliest tokens of this probability; 1 is off
     min_p: Fraction = 0.0  # least probability over that of the likeliest token; 0 is off
@@ -473,9 +455,9 @@ Group = Annotated[NodeGroup, BeforeValidator(_group)]
 class Config(Record):
     """A whole run."""
 
-    name: PathText = "run"  # name of the run, and by default of its folder
+    name: str = "run"  # name of the run, and by default of its folder
     seed: Whole = 0  # of weights, order of data, and sampling
-    run_dir: PathText = ""  # empty is runs/<name>
+    run_dir: str = ""  # empty is runs/<name>
     total_steps: Whole = 100  # steps of the run
     save_every: Whole = 50  # steps; 0 only at the end
     resume: str = "auto"  # auto | never | the path of a checkpoint
@@ -488,7 +470,7 @@ class Config(Record):
     # How many updates the policy that samples may be behind; from 1 on, it generates ahead
     max_staleness: Whole = 0
     # With max_staleness: tokens of a response under one policy; it goes on under the next; 0 is off
-    partial_rollouts: Annotated[Whole, BeforeValidator(_tokens_of_a_part)] = 0
+    partial_rollouts: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
@@ -511,10 +493,10 @@ class Config(Record):
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
-    compile_cache: PathText = ""
+    compile_cache: str = ""
     # "repeatable": same bits in every process, on a GPU too: no atomics, no cuDNN attention.
     # "strict": also, the sampler's log-probs have the bits of the trainer's (one device, slower).
-    exact: Exact = "repeatable"
+    exact: Literal["off", "repeatable", "strict"] = "repeatable"
     fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
 
 

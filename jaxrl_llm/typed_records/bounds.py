@@ -47,8 +47,7 @@ def none_word(value: Any) -> Any:
     return None if isinstance(value, Text) and value.lower() in ("none", "null") else value
 
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of float32
-MOST = 2**31 - 1  # of an integer: arrays on the devices count in int32
+MOST = 2**31 - 1  # largest integer: arrays on the devices count in int32
 Count = Annotated[int, Ge(1), Le(MOST)]
 Whole = Annotated[int, Ge(0), Le(MOST)]
 NotNegative = Annotated[float, Ge(0)]

@@ -3,13 +3,11 @@
 Values given in Python are checked strictly. Text of a command line is read by the field's type.
 """
 
-import math
 import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import PurePath
-from types import NoneType
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import (
@@ -17,7 +15,6 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -26,8 +23,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jaxrl_llm.references import nearest
-from jaxrl_llm.typed_records.bounds import LARGEST, SMALLEST, FreeDict
-from jaxrl_llm.typed_records.messages import EXPECTED, LACKS, MOST_SHOWN, UNKNOWN, ConfigError
+from jaxrl_llm.typed_records.bounds import FreeDict
+from jaxrl_llm.typed_records.messages import LACKS, MOST_SHOWN, UNKNOWN
 
 __all__ = ["Custom", "Kind", "Record"]
 
@@ -64,36 +61,11 @@ class Record:
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, given: Any, field: ValidationInfo) -> Any:
-        """Pydantic reads True as 1 where it reads text."""
-        entries = given if isinstance(given, list | tuple) else (given,)
-        if any(isinstance(entry, bool) for entry in entries):
-            kinds = set(classes_in(fields_of(cls)[str(field.field_name)].annotation)) - {NoneType}
-            if kinds and kinds <= {int, float}:
-                raise ValueError(f"expected {EXPECTED[kinds.pop().__name__]}")
-        return given
-
-    @field_validator("*", mode="before")
-    @classmethod
     def _paths_are_text(cls, given: Any) -> Any:
-        """A program may give a Path. Pydantic reads bytes as text, whatever they encode."""
-        entries = given if isinstance(given, list | tuple) else (given,)
-        if any(isinstance(entry, bytes) for entry in entries):
-            raise ValueError("expected text, not bytes")
-        if not any(isinstance(entry, PurePath) for entry in entries):
-            return given
-        found = [str(entry) if isinstance(entry, PurePath) else entry for entry in entries]
-        return found if entries is given else found[0]
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _fits_float32(cls, value: Any) -> Any:
-        """Devices compute in float32, where larger numbers are infinite and smaller ones 0."""
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and number and math.isfinite(number):
-                if not SMALLEST <= abs(number) <= LARGEST:
-                    raise ValueError(f"beyond float32: give 0, or from {SMALLEST:g} to {LARGEST:g}")
-        return value
+        """A program may give a Path."""
+        if isinstance(given, list | tuple):
+            return [str(each) if isinstance(each, PurePath) else each for each in given]
+        return str(given) if isinstance(given, PurePath) else given
 
 
 def classes_in(annotation: Any) -> list[type]:
@@ -159,20 +131,17 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
         if isinstance(value, kinds):
             return value
         if isinstance(value, str):
-            is_path = ":" in value and Custom in kinds and not value.startswith("jaxrl_llm.")
+            is_path = ":" in value and Custom in kinds
             value = {"kind": "custom", "path": str(value)} if is_path else {"kind": value}
         if not isinstance(value, Mapping):
             raise ValueError(f"expected one of {known}")
         kind = str(value.get("kind", ""))[:MOST_SHOWN]
-        # Older forms named a function of ours by its path.
-        old = (kind or str(value.get("path", value.get("name", "")))).rpartition(":")[2]
         if not kind:
             own = Custom in kinds and ("path" in value or len(kinds) == 1)
             form = f"custom, path: {value.get('path', 'FILE.py:NAME')}" if own else "NAME"
-            form = f"{{kind: {old if old in table else form}, …}}"
-            raise ValueError(f"expected a record with the key kind: write {form}")
+            raise ValueError(f"expected a record with the key kind: write {{kind: {form}, …}}")
         if kind not in table:
-            hint = f": write {old}" if old in table else nearest(kind, table)
+            hint = nearest(kind, table)
             if kind.endswith(".py") and Custom in kinds:
                 hint = f": write {kind}:NAME for a function of that file"
             raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
@@ -190,10 +159,7 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
 
 def validate(cls: type[C], values: Any) -> C:
     """A record of a dict of values, which may be text. Raises pydantic's ValidationError."""
-    try:
-        return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
-    except UnicodeEncodeError as error:  # of bytes on a command line that are no UTF-8
-        raise ConfigError(f"{error.object!r}: this text is no UTF-8; write it again") from None
+    return cls.__pydantic_validator__.validate_python(values, strict=False)  # pyright: ignore
 
 
 def fields_of(record: Any) -> dict[str, FieldInfo]:

@@ -345,7 +345,7 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             "--config.validation.graders=[{source: a, grader: gsm8k}, {source: a, grader: gsm8k}]",
             ["config.validation.graders", "the source 'a' has two graders; give it one"],
         ),
-        ("--config.reward.weights=[1,2]", ["2 weights for 1 functions", "[1] works"]),
+        ("--config.reward.weights=[1,2]", ["2 weights for 1 functions"]),
         ("--config.reward.functions=[]", ["neither functions nor a model"]),
         ("--config.reward.model.dtype=bfloat16", ["reward.model: it has no path and no training"]),
         ("--config.seed=1.5", ["config.seed=1.5", "expected an integer"]),
@@ -394,15 +394,21 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
         ("--config.rollout.top_p=0", ["must be above 0; 1 works"]),
         ("--config.total_steps=-1", ["must be 0 or more"]),
         ("--config.mesh.data=0", ["1 works"]),
-        ("--config.mesh.data=3", ["train_batch_size=128", "129 works"]),
-        ("--config.mesh.tensor=4", ["num_attention_heads=6", "config.mesh.tensor=2 works"]),
-        ("--config.mesh.tensor=3", ["intermediate_size=128", "config.mesh.tensor=2 works"]),
-        ("--config.mesh.fsdp=64", ["hidden_size=96", "config.mesh.fsdp=48 works"]),
-        ("--config.data.train_batch_size=96", ["ppo_mini_batch_size=128", "96 works"]),
-        ("--config.actor.ppo_mini_batch_size=60", ["must divide", "64 works"]),
-        ("--config.actor.micro_batch_size=30", ["128 samples", "32 works"]),
-        ("--config.warmup={batch_size: 100, micro_batch_size: 40}", ["50 works"]),
-        ("--config.profile.steps=[3000]", ["is the last step", "[3]"]),
+        ("--config.mesh.data=3", ["train_batch_size=128", "multiples of 3 work"]),
+        ("--config.mesh.tensor=4", ["mesh.tensor=4: 4 does not divide num_attention_heads=6"]),
+        ("--config.mesh.tensor=3", ["mesh.tensor=3: 3 does not divide intermediate_size=128"]),
+        ("--config.mesh.fsdp=64", ["mesh.fsdp=64: 64 does not divide hidden_size=96"]),
+        (
+            "--config.data.train_batch_size=96",
+            ["batch_size=128: must divide config.data.train_batch_size=96"],
+        ),
+        ("--config.actor.ppo_mini_batch_size=60", ["must divide config.data.train_batch_size=128"]),
+        ("--config.actor.micro_batch_size=30", ["128 samples"]),
+        (
+            "--config.warmup={batch_size: 100, micro_batch_size: 40}",
+            ["must divide the 100 samples"],
+        ),
+        ("--config.profile.steps=[3000]", ["is the last step"]),
         ("--seed=1", ["unknown flag --seed", "did you mean --config.seed"]),
         ("--confg.seed=1", ["unknown flag --confg.seed"]),
         ("--config.seed", ["--config.seed has no value"]),
@@ -416,58 +422,40 @@ def test_mistake(config_file, flag, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        # What each message above proposes does work.
-        "--config.mesh.tensor=2",
-        "--config.mesh.fsdp=32",
-        "--config.actor.ppo_mini_batch_size=64",
-        "--config.actor.micro_batch_size=32",
-        "--config.warmup={batch_size: 100, micro_batch_size: 50}",
-        "--config.reward.weights=[1]",
-        "--config.resume=never",
-    ],
-)
-def test_remedy(config_file, flag):
-    load(config_file, flag)
-
-
 def test_batches_on_several_replicas(config_file):
     flags = ["--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.rollout.n=2"]
     load(config_file, *flags, "--config.actor.micro_batch_size=16")
-    with pytest.raises(ConfigError, match="must divide the 32 samples .* 8 replicas .* 32 works"):
+    with pytest.raises(ConfigError, match="must divide the 32 samples .* 8 replicas"):
         load(config_file, *flags, "--config.actor.micro_batch_size=64")
-    with pytest.raises(ConfigError, match="ppo_mini_batch_size=2: .* 4 samples, .* 4 works"):
+    with pytest.raises(
+        ConfigError, match="mini_batch_size=2: .* 4 samples, .* multiples of 4 work"
+    ):
         load(config_file, *flags, "--config.actor.ppo_mini_batch_size=2")
-    with pytest.raises(ConfigError, match="warmup.batch_size=100: .* 104 works"):
+    with pytest.raises(ConfigError, match="warmup.batch_size=100: .* multiples of 8 work"):
         load(config_file, *flags, "--config.warmup.batch_size=100")
-
-
-@pytest.mark.parametrize(
-    ("text", "exact"), [("true", "repeatable"), ("false", "off"), ("strict", "strict")]
-)
-def test_exact_takes_its_older_spellings(config_file, text, exact):
-    assert load(config_file, f"--config.exact={text}").exact == exact
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_cudnn_takes_no_packed_rows(config_file, role):
     flags = ["--config.exact=off", f"--config.{role}.attention=cudnn"]
     load(config_file, *flags)
-    with pytest.raises(ConfigError, match=f"{role}.attention=auto or .*tokens=0 works"):
+    with pytest.raises(ConfigError, match="takes a sample a row, and this packs several"):
         load(config_file, *flags, f"--config.{role}.micro_batch_tokens=4096")
-    with pytest.raises(ConfigError, match=f"splits them; --config.{role}.attention=auto or"):
+    with pytest.raises(ConfigError, match="takes whole rows, and this splits them"):
         load(config_file, *flags, "--config.mesh.sequence=2")
 
 
 @pytest.mark.parametrize(
     ("key", "size", "words"),
     [
-        ("mesh.generation.tensor", 3, "8 devices; 4 works, 0 takes config.mesh.tensor=2"),
-        ("mesh.passes.tensor", 16, "8 devices; 8 works"),
-        ("critic.tensor", 5, "critic.tensor=5: so many neighbouring devices .*; 4 works"),
-        ("mesh.generation.tensor", 4, "num_attention_heads=6 .*generation.tensor=2 works"),
+        ("mesh.generation.tensor", 3, "8 devices; 0 takes config.mesh.tensor=2"),
+        ("mesh.passes.tensor", 16, "8 devices"),
+        ("critic.tensor", 5, "critic.tensor=5: so many neighbouring devices"),
+        (
+            "mesh.generation.tensor",
+            4,
+            "4 does not divide num_attention_heads=6",
+        ),
     ],
 )
 def test_groups_of_devices_that_no_phase_can_have(config_file, key, size, words):
@@ -481,7 +469,7 @@ def test_groups_of_devices_that_no_phase_can_have(config_file, key, size, words)
 def test_replicas_of_generation_that_samples_cannot_share(config_file):
     few = ["--config.data.train_batch_size=1", "--config.actor.ppo_mini_batch_size=1"]
     alone = [*few, "--config.mesh.sequence=4", "--config.rollout.n=1"]
-    with pytest.raises(ConfigError, match="4 replicas .* the 1 samples .*; .*train_batch_size=4"):
+    with pytest.raises(ConfigError, match="4 replicas .* the 1 samples .*; multiples of 4 work"):
         load(config_file, *alone)
     load(config_file, *alone, "--config.mesh.generation.tensor=4", "--config.actor.hf_config={}",
          "--config.actor.path=org/model")  # fmt: skip
@@ -497,13 +485,10 @@ def test_replicas_of_a_model_with_a_tensor_size_of_its_own():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ("pipeline=3", "num_hidden_layers=12 .*; config.mesh.pipeline_rounds=4 works"),
-        (
-            "pipeline=5",
-            "groups do not divide num_hidden_layers=12 .*; config.mesh.pipeline=6 works",
-        ),
-        ("pipeline_micro_batches=3", "the 64 samples of a device and pass .*; 4 works"),
-        ("pipeline=1", "pipeline=1: one stage is no pipeline; --config.mesh.pipeline_rounds=1 or"),
+        ("pipeline=3", "15 groups do not divide num_hidden_layers=12 "),
+        ("pipeline=5", "5 groups do not divide num_hidden_layers=12 "),
+        ("pipeline_micro_batches=3", "the 64 samples of a device and pass"),
+        ("pipeline=1", "pipeline=1: one stage is no pipeline"),
     ],
 )
 def test_sizes_of_a_pipeline(config_file, sizes, words):
@@ -524,7 +509,7 @@ def test_sizes_of_an_imported_model(config_file, tmp_path):
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"num_attention_heads": 9, "vocab_size": 51}))
     load(config_file, f"--config.actor.path={model}", "--config.mesh.tensor=3")
-    with pytest.raises(ConfigError, match="num_attention_heads=9 .* config.mesh.tensor=1 works"):
+    with pytest.raises(ConfigError, match="2 does not divide num_attention_heads=9"):
         load(config_file, f"--config.actor.path={model}", "--config.mesh.tensor=2")
 
 
@@ -549,8 +534,6 @@ def test_missing_files_name_what_there_is(config_file, tmp_path):
         ("def get_config():\n    return 3", "returned int, not a Config"),
         ("from jaxrl_llm.config import *\ndef get_config():\n    return Config(sed=1)", "line 3: "),
         ("import no_such_module", "line 1: .*no_such_module"),
-        ("from jaxrl_llm.config import FunctionConfig", r"line 1: .*write a record such as GRPO\("),
-        ("from jaxrl_llm.config import TaskConfig", r"line 1: .*ChainSum\("),
     ],
 )
 def test_broken_config_files(tmp_path, source, message):
@@ -563,32 +546,6 @@ def test_broken_config_files(tmp_path, source, message):
 def test_config_is_required():
     with pytest.raises(ConfigError, match="--config=FILE is missing.* ppo"):
         read_config(["--config.seed=1"], Parser())
-
-
-# ------------------------------------------------------------------------- old forms
-
-OLD = {
-    "algorithm.path=jaxrl_llm.algorithms.alias:grpo": "write --config.algorithm=grpo",
-    "algorithm.path=mine.py:make": "write --config.algorithm=mine.py:make",
-    "algorithm=jaxrl_llm.algorithms.alias:grpo": "write grpo",
-    "algorithm.settings.clip_low=0.1": "write config.algorithm.clip_low",
-    "reward.functions=[jaxrl_llm.rewards.gsm8k:gsm8k]": "write gsm8k",
-    "data.train_tasks=[{name: products, settings: {first_digits: 2}}]": "write {kind: products",
-}
-
-
-@pytest.mark.parametrize("flag", OLD)
-def test_an_old_form_names_the_new_one(config_file, flag):
-    flags = [] if "algorithm" not in flag else ["--config.algorithm=ppo"]
-    with pytest.raises(ConfigError) as caught:
-        load(config_file, *flags, f"--config.{flag}")
-    assert OLD[flag] in str(caught.value)
-
-
-def test_an_old_config_json_names_the_new_form():
-    old = {"algorithm": {"path": "jaxrl_llm.algorithms.alias:grpo", "settings": {}}}
-    with pytest.raises(ConfigError, match=r"config\.algorithm=.*write \{kind: grpo"):
-        from_json(json.dumps(old))
 
 
 # ------------------------------------------------------------------------- where a config is found
@@ -612,21 +569,9 @@ def test_a_run_by_its_folder_and_by_its_config(config_file, tmp_path):
 # ------------------------------------------------------------------------- JSON
 
 
-def test_a_folder_without_a_config_says_what_is_missing(tmp_path):
-    """It exists, so the message names what it lacks and what works."""
-    run, mine = tmp_path / "run", tmp_path / "mine"
-    steps = run / "checkpoints" / "global_step_1"
-    steps.mkdir(parents=True)
-    mine.mkdir()
-    (run / "config.json").write_text(to_json(load_config("ppo")))
-    (mine / "my_ppo.py").touch()
-    for folder, hint in (
-        (tmp_path, "give that of a run, a file with get_config\\(\\), or the name"),
-        (mine, f"a file with get_config\\(\\) such as {mine}/my_ppo.py, or the name"),
-        (steps, f"give that of the run, {run}, or the name of a packaged config such as grpo"),
-    ):
-        with pytest.raises(ConfigError, match=f"the folder {folder} has no config.json, .*{hint}"):
-            load_config(folder)
+def test_a_folder_without_a_config_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match=f"the folder {tmp_path} has no config.json, .*a run, a"):
+        load_config(tmp_path)
 
 
 def test_json_round_trip(config_file):

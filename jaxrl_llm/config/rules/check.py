@@ -19,7 +19,7 @@ from jaxrl_llm.config.schema import (
 )
 from jaxrl_llm.config.thresholds import parse_rules
 from jaxrl_llm.typed_records.bounds import UpTo
-from jaxrl_llm.typed_records.messages import ConfigError, number_text
+from jaxrl_llm.typed_records.messages import ConfigError
 from jaxrl_llm.typed_records.record import Record, fields_of
 from jaxrl_llm.typed_records.tree import as_text, every, is_empty, value_at
 
@@ -60,12 +60,9 @@ def steps(c: Config) -> Faults:
             yield f"<phases.{i}>: {why}; run it alone and give its checkpoint as config.actor.path"
     total = sum(phase.steps for phase in c.phases)
     if c.phases and total >= c.total_steps:
-        why = f"they take {total} steps of <total_steps> and leave none for config.algorithm"
-        yield f"<phases>: {why}; --config.total_steps={total + 1} works"
+        yield f"<phases>: they take {total} of <total_steps> and leave none for config.algorithm"
     if any(step > c.total_steps for step in c.profile.steps):
-        works = f"[{min(3, c.total_steps)}]" if c.total_steps else "[]"
-        why = "<total_steps> is the last step, and none is traced after it"
-        yield f"<profile.steps>: {why}; config.profile.steps={works} works"
+        yield "<profile.steps>: <total_steps> is the last step, and none is traced after it"
 
 
 def rewards(c: Config) -> Faults:
@@ -85,8 +82,7 @@ def rewards(c: Config) -> Faults:
                 yield f"<{key}>: {why}; set --config.reward.functions=[exact_answer]"
         for key, given in weights.items():
             if given and len(given) != parts:
-                why = f"{len(given)} weights for {parts} functions of config.reward.functions"
-                yield f"<{key}>: {why}; [{','.join(['1'] * parts)}] works"
+                yield f"<{key}>: {len(given)} weights for {parts} functions of reward.functions"
     for key, model in models.items():
         if model is not None and not model.path and model.training is None:
             works = f"--config.{key}.path=DIR, or --config.{key}.training={{}}"
@@ -110,9 +106,8 @@ def bounds(c: Config) -> Faults:
         for name, bound in bounds_by_keys(type(record)):
             value, most = getattr(record, name), getattr(record, bound.key)
             if value > most or value == most and not bound.itself:
-                word, works = ("above", most) if bound.itself else ("not below", most - 1)
-                fits = f"{number_text(works)} works"
-                yield f"<{key}.{name}>: it is {word} <{key}.{bound.key}>; {fits}"
+                word = "above" if bound.itself else "not below"
+                yield f"<{key}.{name}>: it is {word} <{key}.{bound.key}>"
 
 
 def bounds_by_keys(cls: type[Record]) -> list[tuple[str, UpTo]]:
@@ -126,7 +121,7 @@ def optimizers(c: Config) -> Faults:
     for key, o in every(c, OptimizerConfig):
         if o.schedule != "constant" and 0 < o.total_steps <= o.warmup_steps:
             why = f"the warm-up of <{key}.warmup_steps> leaves no step for <{key}.schedule>"
-            yield f"<{key}.total_steps>: {why}; {o.warmup_steps + 1} works"
+            yield f"<{key}.total_steps>: {why}"
 
 
 def correction(c: Config) -> Faults:
@@ -142,7 +137,7 @@ def models(c: Config) -> Faults:
     names = [model.name for model in c.models]
     for i, name in enumerate(names):
         if name in names[:i]:
-            yield f"<models.{i}.name>: another model has that name; {name}_{i} works"
+            yield f"<models.{i}.name>: another model has that name"
     for key, model in every(c, ModelSettings):
         training = "training." if getattr(model, "training", None) else ""
         adapted = isinstance(model, AdaptedSettings)
@@ -166,14 +161,13 @@ def _shared_weights(c: Config, critic: CriticConfig) -> Faults:
         return
     dtype, shares = actor.base_dtype or actor.dtype, "the critic shares the actor's frozen weights"
     if (critic.base_dtype or critic.dtype) != dtype:
-        works = f"--config.critic.base_dtype={dtype}"
-        yield f"<critic.base_dtype>: {shares}, which are {dtype}; {works} works"
+        yield f"<critic.base_dtype>: {shares}, which are {dtype}; give both the same"
     if critic.tensor != actor.tensor:
         yield f"<critic.tensor>: {shares}, which are split by <actor.tensor>; give both the same"
 
 
 RULES: tuple[Callable[[Config], Faults], ...] = (
-    sizes.counts, conflicts, sizes.placement, sizes.batches, sizes.lengths,
+    conflicts, sizes.placement, sizes.batches, sizes.lengths,
     rewards, bounds, optimizers, correction, sizes.phases_of_mesh, steps, data, models,
     paths.rows, sizes.trainings, paths.folders, paths.functions, paths.trackers,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Settings that do not work together: a table of pairs, each with the reason.
 
-A setting that needs another one does not work without it, and is a row as well. The message and
-its remedies are made from the row. tests/config/test_conflicts.py shows each row at work.
+A setting that needs another one does not work without it, and is a row as well. The message is made
+from the row. tests/config/test_conflicts.py shows each row at work.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,25 +19,19 @@ from jaxrl_llm.config.schema import (
     is_offline,
 )
 from jaxrl_llm.config.tasks import Spread
-from jaxrl_llm.typed_records.tree import as_text, default_at, every, is_empty, value_at
+from jaxrl_llm.typed_records.tree import default_at, every, is_empty, value_at
 
 
 class Setting(NamedTuple):
     """What a config may say at a key: any value but the default, or what `when` tests."""
 
     key: str
-    otherwise: str | None = ""  # a value that works: "" is the default, None is another run
     when: Callable[[Config], object] | None = None
 
     def holds(self, config: Config) -> bool:
         if self.when is not None:
             return bool(self.when(config))
         return value_at(config, self.key) not in (None, default_at(config, self.key))
-
-    def remedy(self, config: Config) -> list[str]:
-        """The flag that ends the conflict, if there is one."""
-        works = self.otherwise or as_text(default_at(config, self.key))
-        return [] if self.otherwise is None else [f"--config.{self.key}={works}"]
 
 
 class Conflict(NamedTuple):
@@ -50,9 +44,7 @@ class Conflict(NamedTuple):
     def fault(self, config: Config) -> str:
         """The sentence for a config in which both hold; rules/__init__.py says what <KEY> is."""
         word = "without" if is_empty(value_at(config, self.other.key)) else "with"
-        works = " or ".join(self.one.remedy(config) + self.other.remedy(config))
-        keys = f"<{self.one.key}> does not work {word} <{self.other.key}>"
-        return f"{keys}: {self.why}; {works} works"
+        return f"<{self.one.key}> does not work {word} <{self.other.key}>: {self.why}"
 
 
 Row = tuple[Setting | str, Setting | str, str]  # a text is a key with any value but its default
@@ -88,33 +80,25 @@ def _no_records(c: Config) -> bool:
 
 def _online(key: str) -> Setting:
     """Any value but the default, in a run that reads it."""
-    return Setting(key, when=lambda c: not is_offline(c) and value_at(c, key) != default_at(c, key))
+    return Setting(key, lambda c: not is_offline(c) and value_at(c, key) != default_at(c, key))
 
 
-OFFLINE = Setting("algorithm", None, is_offline)
-ONLINE = Setting("algorithm", None, lambda c: not is_offline(c))
-NO_STUDENT = Setting("algorithm", "distillation", is_offline)
-NO_RECORDS = Setting("algorithm", None, _no_records)
-ONE_SAMPLE = Setting("rollout.n", "8", lambda c: c.rollout.n == 1 and not is_offline(c))
-SPREAD = Setting("data.priority", when=lambda c: isinstance(c.data.priority, Spread))
-NO_CURRICULUM = Setting("data.curriculum", "difficulty", lambda c: not c.data.curriculum)
-AHEAD_ON_ONE_GROUP = Setting("max_staleness", when=_ahead_on_one_group)
-NOT_AHEAD = Setting("max_staleness", "1", lambda c: not c.max_staleness)
-OTHER_DTYPE = Setting("rollout.dtype", when=lambda c: c.rollout.dtype not in ("", c.actor.dtype))
-PLACED = Setting("placement", "colocated")
-ROLES_APART = Setting("placement", "colocated", lambda c: c.placement not in ({}, AUTO))
-AUTOMATIC = Setting("placement", "colocated", lambda c: c.placement == AUTO)
-NO_PIPELINE = Setting("mesh.pipeline", "2", lambda c: c.mesh.pipeline == 1)
-NO_FUNCTIONS = Setting(
-    "reward.functions",
-    "[my_file.py:my_function]",
-    lambda c: not (c.reward.functions or is_offline(c)),
-)
-NO_ROUTER_LOSS = Setting(
-    "actor.router_aux_loss_coef", "0.01", lambda c: not c.actor.router_aux_loss_coef
-)
-EXACT = Setting("exact", "off", lambda c: c.exact != "off")
-STRICT = Setting("exact", "repeatable", lambda c: c.exact == "strict")
+OFFLINE = Setting("algorithm", is_offline)
+ONLINE = Setting("algorithm", lambda c: not is_offline(c))
+NO_RECORDS = Setting("algorithm", _no_records)
+ONE_SAMPLE = Setting("rollout.n", lambda c: c.rollout.n == 1 and not is_offline(c))
+SPREAD = Setting("data.priority", lambda c: isinstance(c.data.priority, Spread))
+NO_CURRICULUM = Setting("data.curriculum", lambda c: not c.data.curriculum)
+AHEAD_ON_ONE_GROUP = Setting("max_staleness", _ahead_on_one_group)
+NOT_AHEAD = Setting("max_staleness", lambda c: not c.max_staleness)
+OTHER_DTYPE = Setting("rollout.dtype", lambda c: c.rollout.dtype not in ("", c.actor.dtype))
+ROLES_APART = Setting("placement", lambda c: c.placement not in ({}, AUTO))
+AUTOMATIC = Setting("placement", lambda c: c.placement == AUTO)
+NO_PIPELINE = Setting("mesh.pipeline", lambda c: c.mesh.pipeline == 1)
+NO_FUNCTIONS = Setting("reward.functions", lambda c: not (c.reward.functions or is_offline(c)))
+NO_ROUTER_LOSS = Setting("actor.router_aux_loss_coef", lambda c: not c.actor.router_aux_loss_coef)
+EXACT = Setting("exact", lambda c: c.exact != "off")
+STRICT = Setting("exact", lambda c: c.exact == "strict")
 OTHER_BITS = ("rollout.quantization", "partial_rollouts", *(f"mesh.{axis}" for axis in AXES))
 
 
@@ -138,19 +122,23 @@ def _of_role(role: str) -> Iterator[Row]:
 
     def setting(name: str, default: object) -> Setting:
         key = f"{role}.lora.{name}"
-        return Setting(key, when=lambda c: adapted(c) and value_at(c, key) != default)
+        return Setting(key, lambda c: adapted(c) and value_at(c, key) != default)
 
-    adapters = Setting(f"{role}.lora", "{}", adapted)
-    all_learn = Setting(f"{role}.lora.rank", "16", lambda c: not adapted(c))
+    adapters = Setting(f"{role}.lora", adapted)
+    all_learn = Setting(f"{role}.lora.rank", lambda c: not adapted(c))
     apart, dora, dropout = setting("merge", True), setting("dora", False), setting("dropout", 0)
-    yield f"{role}.base_dtype", all_learn, "it is of frozen weights, and all weights learn"
+    yield (
+        f"{role}.base_dtype",
+        all_learn,
+        "no weights are frozen, and it is their dtype",
+    )
     yield dropout, dora, "the two together are not implemented"
-    for place in (PLACED, "node_groups"):
+    for place in ("placement", "node_groups"):
         yield adapters, place, "roles share the frozen weights on the actor's devices"
     for each in (apart, dora, dropout):
         yield each, STRICT, "merged adapters alone have the same bits in the sampler"
     if role == "actor":
-        yield apart, dora, "the norms of DoRA are of merged weights"
+        yield apart, dora, "DoRA takes the norms of merged weights"
         yield apart, "rollout.quantization", "merged weights alone are quantized"
         for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate"):
             yield f"actor.{name}", adapters, "routers are frozen weights and cannot learn"
@@ -179,7 +167,7 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("mesh.pipeline_micro_batches", NO_PIPELINE, "one stage is no pipeline"),
     # Rewards and teachers.
     ("reward.process_rewards", NO_FUNCTIONS, "there is no function that could score steps"),
-    ("teacher", NO_STUDENT, "an offline run does not read it"),
+    ("teacher", OFFLINE, "an offline run does not read it"),
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # Models that learn.
     ("actor.micro_batch_tokens", "actor.micro_batch_size", _SIZES),
@@ -188,8 +176,8 @@ OF_THE_RUN: tuple[Row, ...] = (
     *_of_role("critic"),
     ("actor.router_aux_loss_by_layer", NO_ROUTER_LOSS, "there is no such loss"),
     # Bits.
-    (STRICT, OFFLINE, "it is of the sampler's log-probs, and offline nothing is sampled"),
-    *((each, STRICT, _BITS) for each in (OTHER_DTYPE, PLACED, *OTHER_BITS)),
+    (STRICT, OFFLINE, "offline nothing is sampled, so there are no log-probs to compare"),
+    *((each, STRICT, _BITS) for each in (OTHER_DTYPE, "placement", *OTHER_BITS)),
     *((f"{role}.residual_dtype", STRICT, _BITS) for role in ("actor", "teacher")),
     *((f"{role}.scan_layers", STRICT, _BITS) for role in ("actor", "teacher")),
 )
@@ -197,7 +185,7 @@ OF_THE_RUN: tuple[Row, ...] = (
 
 def _of_a_model(key: str, model: ModelSettings) -> Iterator[Row]:
     """The pairs of any model, which is at `key`."""
-    cudnn = Setting(f"{key}.attention", when=lambda _: model.attention == "cudnn")
+    cudnn = Setting(f"{key}.attention", lambda _: model.attention == "cudnn")
     packed = f"{'critic' if key == 'critic' else 'actor'}.micro_batch_tokens"
     yield cudnn, EXACT, "its gradient adds up in no fixed order"
     yield cudnn, packed, "it takes a sample a row, and this packs several"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +16,23 @@ from jaxrl_llm.config.schema import (
     SupervisedConfig,
     is_offline,
 )
-from jaxrl_llm.typed_records.bounds import MOST
 from jaxrl_llm.typed_records.tree import every, value_at
-
-MOST_DEVICES = 2**20
-
-
-def divisors(number: int) -> list[int]:
-    """In ascending order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def closest(choices: Sequence[int], value: int) -> int:
-    """The choice nearest to `value`, and the larger one of two."""
-    return min(choices, key=lambda choice: (abs(choice - value), -choice))
-
-
-def closest_batch(prompts: int, n: int, replicas: int) -> int:
-    """The number of prompts nearest to `prompts` whose samples, n each, the replicas divide."""
-    step = replicas // math.gcd(n, replicas)
-    below = prompts // step * step
-    fitting = [size for size in (below, below + step) if 0 < size <= MOST]
-    return closest(fitting, prompts)
 
 
 def role_at(c: Config, key: str) -> str:
-    """The role of the model, or of the training of one, at `key`; the actor's of the warm-up."""
+    """The role of the model or the training at `key`; the warm-up trains the actor."""
     first, _, below = key.partition(".")
     return c.models[int(below)].name if first == "models" else {"warmup": ACTOR}.get(first, first)
 
 
 def _replicas(c: Config, mesh: MeshConfig) -> str:
-    """The words for the replicas of a mesh, which is the config's or that of a role apart."""
-    of = "the mesh" if mesh == c.mesh else "config.placement"
+    """The words for the replicas of the config's mesh, or of a role on devices of its own."""
+    name = "the mesh" if mesh == c.mesh else "config.placement"
     split = [f"{axis} {mesh.sizes[axis]}" for axis in REPLICA_AXES if mesh.sizes[axis] > 1]
-    return f"the {mesh.num_replicas} replicas of {of} ({' × '.join(split)})"
+    return f"the {mesh.num_replicas} replicas of {name} ({' × '.join(split)})"
 
 
 # ------------------------------------------------------------------------- placement and phases
-
-
-def counts(c: Config) -> Faults:
-    """Devices are so many as there can be, and products of keys fit into int32."""
-    data = c.data
-    if c.mesh.num_devices > MOST_DEVICES:
-        number = c.mesh.num_devices
-        yield f"<mesh>: its axes have {number} devices in all, and at most {MOST_DEVICES} work"
-    parts = 1 if is_offline(c) else -(-data.train_batch_size // c.actor.ppo_mini_batch_size)
-    for key, times, above in (
-        ("data.train_batch_size", c.rollout.n, "<rollout.n> it is above"),
-        ("data.val_batch_size", c.validation.n, "<validation.n> it is above"),
-        ("total_steps", parts * c.actor.ppo_epochs, "<actor.ppo_epochs>, more than"),
-        ("total_steps", parts * c.critic.ppo_epochs, "<critic.ppo_epochs>, more than"),
-    ):
-        if value_at(c, key) * times > MOST:
-            steps = key == "total_steps"
-            of = f"{parts} mini-batches and {above}" if steps else above
-            what = "optimizer steps" if steps else "samples"
-            yield f"<{key}>: with {of} {MOST} {what}; {max(MOST // times, 1)} works"
-    if data.max_row_length > MOST:
-        why = f"with <data.max_prompt_length> a row has more than {MOST} tokens; 1024 is usual"
-        yield f"<data.max_response_length>: {why}"
 
 
 def placement(c: Config) -> Faults:
@@ -86,67 +41,69 @@ def placement(c: Config) -> Faults:
         for key in ("data.train_batch_size", "actor.ppo_mini_batch_size"):
             number, samples = len(devices), value_at(c, key) * c.rollout.n
             if role != ACTOR and samples % number:
-                fits = max(d for d in range(1, number) if samples % d == 0)
                 yield (
                     f"<placement.{role}>: it has {number} devices, which do not divide the "
-                    f"{samples} samples of <{key}> with <rollout.n>; {fits} devices work"
+                    f"{samples} samples of <{key}> with <rollout.n>"
                 )
 
 
 def phases_of_mesh(c: Config) -> Faults:
     """Groups of devices of a phase are neighbours on the mesh, and their replicas get samples."""
-    mesh, of_rollout = c.mesh, mesh_of_role(c, ROLLOUT)
-    meshes = {"mesh.generation": of_rollout, "mesh.passes": mesh}
+    mesh, generation = c.mesh, mesh_of_role(c, ROLLOUT)
+    meshes = {"mesh.generation": generation, "mesh.passes": mesh}
     meshes |= {key: mesh_of_role(c, role_at(c, key)) for key, _ in every(c, ModelSettings)}
-    for key, of_role in meshes.items():
+    for key, role_mesh in meshes.items():
         size = value_at(c, f"{key}.tensor")
-        if size and size not in (fitting := _group_sizes(of_role)):
+        if size and not _fits(role_mesh, size):
             yield (
                 f"<{key}.tensor>: so many neighbouring devices do not fit into the mesh of "
-                f"{of_role.num_devices} devices; {closest(fitting, size)} works, 0 takes "
-                f"config.mesh.tensor={of_role.tensor}"
+                f"{role_mesh.num_devices} devices; 0 takes config.mesh.tensor={role_mesh.tensor}"
             )
-    prompts, n, devices = c.data.train_batch_size, c.rollout.n, of_rollout.num_devices
-    replicas = devices // (mesh.generation.tensor or of_rollout.tensor)
-    if prompts * n % replicas and not is_offline(c):
+    samples, devices = c.data.train_batch_size * c.rollout.n, generation.num_devices
+    replicas = devices // (mesh.generation.tensor or generation.tensor)
+    if samples % replicas and not is_offline(c):
         yield (
             f"<data.train_batch_size>: generation has {replicas} replicas on {devices} devices, "
-            f"which do not divide the {prompts * n} samples of an iteration; "
-            f"config.data.train_batch_size={closest_batch(prompts, n, replicas)} works"
+            f"which do not divide the {samples} samples of an iteration; {_prompts(c, replicas)}"
         )
 
 
-def _group_sizes(mesh: MeshConfig) -> list[int]:
-    """The tensor sizes that a phase may have: groups of neighbours, counted from `tensor` on."""
-    fitting, inner = set(divisors(mesh.tensor)), mesh.tensor
+def _fits(mesh: MeshConfig, size: int) -> bool:
+    """Whether groups of `size` devices are neighbours on the mesh, counted from `tensor` on."""
+    inner = mesh.tensor
+    if inner % size == 0:
+        return True
     for axis in list(reversed(mesh.sizes))[1:]:
-        fitting |= {inner * d for d in divisors(mesh.sizes[axis])}
+        if size % inner == 0 and mesh.sizes[axis] % (size // inner) == 0:
+            return True
         inner *= mesh.sizes[axis]
-    return sorted(fitting)
+    return False
+
+
+def _prompts(c: Config, replicas: int) -> str:
+    """The numbers of prompts whose samples the replicas divide."""
+    return f"multiples of {replicas // math.gcd(c.rollout.n, replicas)} work"
 
 
 # ------------------------------------------------------------------------- batches
 
 
 def batches(c: Config) -> Faults:
-    """Prompts × samples, or offline records, on the replicas, in mini-batches and passes."""
+    """Replicas, mini-batches and passes divide the samples, or the offline records."""
     replicas, split = c.mesh.num_replicas, _replicas(c, c.mesh)
     prompts, n, mini = c.data.train_batch_size, c.rollout.n, c.actor.ppo_mini_batch_size
     if is_offline(c):
         yield from _whole("data.train_batch_size", prompts, replicas, split)
         yield from _passes(c, "actor", c.actor, prompts, replicas)
         return
-    if prompts * n % replicas:
-        yield (
-            f"<data.train_batch_size>: with <rollout.n> that is {prompts * n} samples, which "
-            f"{split} do not divide; {closest_batch(prompts, n, replicas)} works"
-        )
-    if prompts % mini or mini * n % replicas:
-        why = f"with <rollout.n> that is {mini * n} samples, which {split} do not divide"
-        if prompts % mini:
-            why = "must divide <data.train_batch_size>"
-        fitting = [d for d in divisors(prompts) if d * n % replicas == 0]
-        yield f"<actor.ppo_mini_batch_size>: {why}; {closest(fitting, mini)} works"
+    if prompts % mini:
+        yield "<actor.ppo_mini_batch_size>: must divide <data.train_batch_size>"
+    for key, number in (("data.train_batch_size", prompts), ("actor.ppo_mini_batch_size", mini)):
+        if number * n % replicas:
+            yield (
+                f"<{key}>: with <rollout.n> that is {number * n} samples, which {split} do not "
+                f"divide; {_prompts(c, replicas)}"
+            )
     for role, sizes in (("actor", c.actor), ("critic", c.critic)):
         own = mesh_of_role(c, role).replicas_with(sizes.tensor)
         yield from _passes(c, role, sizes, mini * n, own, "mini-batch")
@@ -161,7 +118,7 @@ def lengths(c: Config) -> Faults:
         if c.partial_rollouts >= response:
             yield (
                 "<partial_rollouts>: no response is longer than <data.max_response_length>, so "
-                f"none would be cut; {response // 2} works, 0 is off"
+                "none would be cut; 0 is off"
             )
     for key in keys:
         what, most = ("response", response) if "cache" in key else ("sample", sample)
@@ -191,9 +148,7 @@ def trainings(c: Config) -> Faults:
 
 def _whole(key: str, size: int, replicas: int, split: str) -> Faults:
     if size % replicas:
-        above = size + -size % replicas
-        works = above if above <= MOST else above - replicas
-        yield f"<{key}>: {split} do not divide it; {works} works"
+        yield f"<{key}>: {split} do not divide it; multiples of {replicas} work"
 
 
 def _passes(
@@ -205,13 +160,13 @@ def _passes(
     if micro and each % micro:
         yield (
             f"<{key}.micro_batch_size>: must divide the {each} samples of a {what} that each of "
-            f"{replicas} replicas holds; {closest(divisors(each), micro)} works"
+            f"{replicas} replicas holds"
         )
     each = micro or samples // c.mesh.num_replicas
     if each % parts and not tokens:
         yield (
             f"<mesh.pipeline_micro_batches>: must divide the {each} samples of a device and pass "
-            f"of config.{key}; {closest(divisors(each), parts)} works"
+            f"of config.{key}"
         )
 
 
@@ -223,35 +178,28 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def splits(c: Config, key: str, model: ModelSettings) -> Faults:
-    """The mesh must divide the model's sizes, as far as they are given."""
-    mesh, sizes = mesh_of_role(c, role_at(c, key)), _hf_config(model)
-    sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    """The mesh must divide the model's sizes, as far as they are known without jax."""
+    mesh, sizes = mesh_of_role(c, role_at(c, key)), _sizes(model)
     yield from _layers(mesh, key, sizes)
     shards = mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence
-    for axis, parts, names in (
+    stored = "mesh.fsdp" if shards == mesh.fsdp else "mesh"
+    if mesh != c.mesh:
+        stored = f"placement.{role_at(c, key)}"
+    for name, parts, names in (
         ("mesh.tensor", mesh.tensor, _BY_HEADS),
         ("mesh.generation.tensor", mesh.generation.tensor, _BY_HEADS),
         ("mesh.passes.tensor", mesh.passes.tensor, _BY_HEADS),
         (f"{key}.tensor", model.tensor, _BY_HEADS),
-        ("mesh.fsdp", shards, _STORED),
+        (stored, shards, _STORED),
         ("mesh.expert", mesh.expert, _EXPERTS),
     ):
-        given = {name: sizes[name] for name in names if sizes.get(name, 0) > 0}
-        for name, size in given.items():
-            if size % (parts or 1) == 0:
-                continue
-            fits = max(d for d in range(1, parts) if not any(s % d for s in given.values()))
-            of_model = f"{name}={size} of the model config.{key}"
-            if axis == "mesh.fsdp" and mesh != c.mesh:
-                role = f"<placement.{role_at(c, key)}>"
-                yield f"{role}: its {parts} devices do not divide {of_model}; {fits} devices work"
-            elif axis == "mesh.fsdp" and parts != mesh.fsdp:
+        for size in names:
+            if sizes.get(size, 0) % (parts or 1):
+                what = "pipeline × fsdp × expert × sequence = " if name == "mesh" else ""
                 yield (
-                    f"<mesh>: pipeline × fsdp × expert × sequence = {parts} splits the weights and "
-                    f"does not divide {of_model}; sizes whose product is {fits} work"
+                    f"<{name}>: {what}{parts} does not divide {size}={sizes[size]} of the model "
+                    f"config.{key}"
                 )
-            else:
-                yield f"<{axis}>: does not divide {of_model}; config.{axis}={fits} works"
 
 
 def _layers(mesh: MeshConfig, key: str, sizes: Mapping[str, int]) -> Faults:
@@ -261,27 +209,22 @@ def _layers(mesh: MeshConfig, key: str, sizes: Mapping[str, int]) -> Faults:
     groups = mesh.pipeline * mesh.pipeline_rounds
     counted = "num_hidden_layers - first_k_dense_replace" if leading else "num_hidden_layers"
     if mesh.pipeline > 1 and layers > 0 and layers % groups:
-        what, other, rounds = "pipeline_rounds", mesh.pipeline, ""
-        if layers % mesh.pipeline:
-            rounds = " and pipeline_rounds=1" if mesh.pipeline_rounds > 1 else ""
-            what, other = "pipeline", 1
-        fits = [d for d in divisors(layers) if layers % (d * other) == 0]
         yield (
             f"<mesh.pipeline>: with pipeline_rounds={mesh.pipeline_rounds}, {groups} groups do not "
-            f"divide {counted}={layers} of the model config.{key}; "
-            f"config.mesh.{what}={closest(fits, getattr(mesh, what))}{rounds} works"
+            f"divide {counted}={layers} of the model config.{key}"
         )
 
 
-def _hf_config(model: ModelSettings) -> dict[str, Any]:
-    """The sizes of a model, as far as they are known; launch/described_models.py reads them all."""
-    file = Path(model.path) / "config.json"
-    if not model.path:
-        return model.hf_config
-    if not file.is_file() or (file.parent / "checkpoints").is_dir():
-        return {}  # one of our checkpoints or runs
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _sizes(model: ModelSettings) -> dict[str, int]:
+    """The sizes of a model that is built, or that a Hugging Face folder holds."""
+    hf: Any = model.hf_config
+    if model.path:
+        file = Path(model.path) / "config.json"
+        if not file.is_file() or (file.parent / "checkpoints").is_dir():
+            return {}  # a checkpoint or a run of ours, or a model of a hub
+        try:
+            hf = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):  # the description of the model says so
+            return {}
+    sizes = hf.items() if isinstance(hf, dict) else ()
+    return {name: size for name, size in sizes if isinstance(size, int) and size > 0}

@@ -112,6 +112,14 @@ def bad_value(hf: Mapping[str, Any]) -> BadValue | None:
     return found
 
 
+def check_hf_config(hf: Mapping[str, Any]) -> None:
+    """ValueError for a value that no model can have, or a misspelt key."""
+    if bad := bad_value(hf):
+        raise ValueError(f"hf_config.{bad.key}={bad.shown}: must be {bad.wanted}")
+    if misspelt := misspelt_key(hf):
+        raise ValueError(f"unknown key hf_config.{misspelt[0]}; did you mean {misspelt[1]!r}?")
+
+
 def misspelt_key(hf: Mapping[str, Any]) -> tuple[str, str] | None:
     """A key that nothing reads and the key that it nearly is; None where there is none.
 

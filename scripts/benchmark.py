@@ -20,9 +20,11 @@ Flags:
   --window=TOKENS          of attention's dense rows
   --cache=float8           the dtype of attention's decode caches; else bfloat16
   --repeats=3              timed runs
-  --baseline               also measure the peer: cuDNN and XLA, torch, vLLM
+  --baseline               also measure the peer: cuDNN and XLA, torch, a plain JAX loop, vLLM
   --peer_python=PATH       the Python that has the peer's packages; else this one
   --json=FILE              append the JSON lines to FILE as well
+  --store=FILE             write the ratios to the peer into FILE (docs/benchmarks.json)
+  --check=FILE             fail when a ratio is worse than in FILE: 15 % of time, 2 % of memory
   --devices=N              split the CPU into N devices
   --compile_cache=FOLDER   keep compiled programs there, for the next time
   --profile=FOLDER         run each case once more under the profiler: its largest kernels, and the
@@ -30,14 +32,15 @@ Flags:
   --compiler_option=NAME=VALUE   of XLA for the measured programs; may be repeated
   --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=full or
                            --config.mesh.fsdp=4
-The exit code is 1 when a case failed.
+The exit code is 1 when a case failed or got worse.
 """
 
 import contextlib
 import tempfile
 
 from benchmarks.options import read_options
-from jaxrl_llm.launch.runtime import enable_compile_cache, prepare, run_script
+from jaxrl_llm.launch.main import run
+from jaxrl_llm.launch.runtime import enable_compile_cache, prepare
 
 
 def main(argv: list[str]) -> int:
@@ -57,4 +60,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run(main)

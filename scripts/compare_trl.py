@@ -20,12 +20,13 @@ Flags:
 from pathlib import Path
 
 from jaxrl_llm.launch.command_line import Parser, read_config
-from jaxrl_llm.launch.runtime import prepare, run_script
+from jaxrl_llm.launch.main import run
+from jaxrl_llm.launch.runtime import prepare
 
 
 def main(argv: list[str]) -> int:
     """Run what was asked for, one process at a time, and print the tables."""
-    parser = Parser()
+    parser = Parser(__doc__ or "", takes_config=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", default="[1,2,3]")
     parser.add_argument("--sides", default="[ours,trl]")
@@ -57,4 +58,4 @@ def _list(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run(main)

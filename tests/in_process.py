@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 from unittest import mock
 
-from jaxrl_llm.launch import local, runtime
+from jaxrl_llm.launch import exits, local
 
 
 def run_here(command: Callable[[], NoReturn], words: Sequence[str]) -> subprocess.CompletedProcess:
@@ -18,7 +18,7 @@ def run_here(command: Callable[[], NoReturn], words: Sequence[str]) -> subproces
     A process of its own would end at once although programs are being compiled. This one goes on.
     """
     output, errors, code = io.StringIO(), io.StringIO(), None
-    goes_on = mock.patch.object(runtime, "_compiles", lambda: False)
+    goes_on = mock.patch.object(exits, "_compiles", lambda: False)
     with goes_on, contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             command()

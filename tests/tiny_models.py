@@ -9,13 +9,15 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxrl_llm.config import Config, ModelSettings
 from jaxrl_llm.kernels.gated_delta import Runs, chunking_of, gated_delta
 from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.config import GatedDelta, Kind, Mixture, ModelConfig
-from jaxrl_llm.models.families import hf_names, to_hf_config
+from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
 from jaxrl_llm.models.hf import stored_parts, whole_tensor
 from jaxrl_llm.models.rope import Llama3Rope
 from jaxrl_llm.tokenizer import CharTokenizer
+from jaxrl_llm.typed_records.tree import every
 
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -124,6 +126,12 @@ HYBRID_EXPERTS = tiny_config(
         shared_gate=True,
     ),
 )
+
+
+def described_models(config: Config) -> dict[str, ModelConfig]:
+    """The models that a config describes by `hf_config`, by their keys."""
+    settings = {key: model.hf_config for key, model in every(config, ModelSettings)}
+    return {key: config_from_hf({"vocab_size": 1} | hf) for key, hf in settings.items() if hf}
 
 
 def with_rule(attend: Attend) -> Mixers:

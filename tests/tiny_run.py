@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from in_process import run_here
 from tiny_iteration import OF_THE_DECODE_LOOP
 
-from jaxrl_llm.launch.commands import run, train
+from jaxrl_llm.launch.main import run
 
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = [sys.executable, str(REPOSITORY / "scripts" / "train.py")]
@@ -164,7 +164,7 @@ class TinyRun:
     def finish_here(self, *flags: str, code: int = 0) -> str:
         """As `finish`, in this process: for a test that asks nothing of processes."""
         words = [*self.arguments, *self.flags, *flags]
-        ended = run_here(partial(run, train, words), words)
+        ended = run_here(partial(run, "train", words), words)
         output = ended.stdout + ended.stderr
         assert ended.returncode == code, f"exit code {ended.returncode}\n{output}"
         return output

@@ -1,6 +1,7 @@
 """The data that a config names: prompts, examples and pairs, and the loaders of their batches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -48,7 +49,8 @@ def train_sources(config: Config) -> Sources:
 def held_out_sources(config: Config) -> Sources:
     """The run's validation data; tasks give the problems that training never sees."""
     data = config.data
-    return _run_sources(config, "held_out", data.val_rows, data.val_files, data.val_tasks)
+    own = _run_sources(config, "held_out", data.val_rows, data.val_files, data.val_tasks)
+    return replace(own, train_files=data.train_files)
 
 
 def _run_sources(
@@ -100,7 +102,7 @@ def train_batches(
     if data.priority is not None:
         return PriorityLoader(
             prompts,
-            weight_function(data.priority),
+            weight_function(data.priority, samples=config.rollout.n),
             batch_size=data.train_batch_size,
             seed=config.seed,
             uniform=data.priority_uniform,

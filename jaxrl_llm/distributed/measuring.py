@@ -33,16 +33,11 @@ class Sizes:
 
 GPU = Sizes(2**13, array_bytes=2**28, copy_bytes=2**28, loops=20, seconds=2.0, repeats=3)
 CPU = Sizes(2**9, array_bytes=2**22, copy_bytes=2**22, loops=4, seconds=2.0, repeats=3)
-# For the start of a run.
-QUICK_GPU = Sizes(2**13, array_bytes=2**25, copy_bytes=2**24, loops=128, seconds=0.1, repeats=2)
-QUICK_CPU = Sizes(2**9, array_bytes=2**20, copy_bytes=2**20, loops=4, seconds=0.1, repeats=2)
 
 
-def sizes_for(device: Device, *, quick: bool = False) -> Sizes:
+def sizes_for(device: Device) -> Sizes:
     """The sizes that suit a device."""
-    if device.platform == "cpu":
-        return QUICK_CPU if quick else CPU
-    return QUICK_GPU if quick else GPU
+    return CPU if device.platform == "cpu" else GPU
 
 
 def fastest(run: Callable[[], Any], repeats: int) -> float:
@@ -74,16 +69,16 @@ def memory_bandwidth(device: Device) -> float:
     return 2 * x.nbytes * size.loops / fastest(lambda: program(x), size.repeats)
 
 
-def to_device_bandwidth(device: Device, *, quick: bool = False) -> float:
+def to_device_bandwidth(device: Device) -> float:
     """Bytes a second from the host's memory to a device."""
-    size = sizes_for(device, quick=quick)
+    size = sizes_for(device)
     x = np.ones(size.copy_bytes // 4, np.float32)
     return x.nbytes / fastest(lambda: jax.device_put(x, device, may_alias=False), size.repeats)
 
 
-def to_host_bandwidth(device: Device, *, quick: bool = False) -> float:
+def to_host_bandwidth(device: Device) -> float:
     """Bytes a second from a device to the host's memory."""
-    size = sizes_for(device, quick=quick)
+    size = sizes_for(device)
     x = jnp.ones(size.copy_bytes // 4, jnp.float32, device=device)
     double = jax.jit(lambda x: x * 2)
 
@@ -104,7 +99,7 @@ def copy_bandwidth(source: Device, target: Device) -> float:
     return x.nbytes / fastest(lambda: jax.device_put(x, target), size.repeats)
 
 
-def all_reduce_bandwidth(groups: Groups, *, quick: bool = False) -> float:
+def all_reduce_bandwidth(groups: Groups) -> float:
     """Bytes a second that each device of this process sends in an all-reduce over its group.
 
     A ring of n devices sends 2 (n - 1) / n bytes for each byte of the array. All groups do this at
@@ -112,7 +107,7 @@ def all_reduce_bandwidth(groups: Groups, *, quick: bool = False) -> float:
 
     Requires: every process that has one of the devices calls this at the same time.
     """
-    n, size = len(groups[0]), sizes_for(groups[0][0], quick=quick)
+    n, size = len(groups[0]), sizes_for(groups[0][0])
 
     def mean(y: jax.Array) -> jax.Array:
         # The cast keeps the loop's type: each device has its own copy of a sum.
@@ -121,9 +116,7 @@ def all_reduce_bandwidth(groups: Groups, *, quick: bool = False) -> float:
     return 2 * (n - 1) / n * size.array_bytes / _seconds_of_step(groups, mean, size)
 
 
-def exchange_bandwidth(
-    groups: Groups, pairs: Sequence[tuple[int, int]], *, quick: bool = False
-) -> float:
+def exchange_bandwidth(groups: Groups, pairs: Sequence[tuple[int, int]]) -> float:
     """Bytes a second that each device of this process sends to one of another group.
 
     `pairs` are numbers of groups, each at most once. Device k of a group sends to device k of the
@@ -132,7 +125,7 @@ def exchange_bandwidth(
 
     Requires: every process that has one of the devices calls this at the same time.
     """
-    n, size = len(groups[0]), sizes_for(groups[0][0], quick=quick)
+    n, size = len(groups[0]), sizes_for(groups[0][0])
     both = [*pairs, *((second, first) for first, second in pairs)]
     links = [(n * source + k, n * target + k) for source, target in both for k in range(n)]
 

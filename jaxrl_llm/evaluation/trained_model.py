@@ -233,7 +233,9 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
 
 def _base_dtype(checkpoint: Path, role: str) -> str:
     """The dtype of the base below the adapters of a role."""
-    model = identity.read_identity(checkpoint)[identity.MODELS][role]
+    saved = identity.read_identity(checkpoint)
+    assert saved is not None
+    model = saved[identity.MODELS][role]
     # Frozen projections in float8 are exact in the dtype of computation, which the rest has.
     return model["dtype" if model["param_dtype"] == FLOAT8_BASE else "param_dtype"]
 
@@ -251,7 +253,7 @@ def _check_shapes(params: Params, abstract: Any, role: str) -> None:
 
 
 def validation_report(config: Config, model: str, found: Validation) -> dict[str, Any]:
-    """What scripts/evaluate.py writes: the metrics and what they were measured on."""
+    """What `jaxrl evaluate` writes: the metrics and what they were measured on."""
     return {
         "model": model,
         "config": config.name,

@@ -3,13 +3,11 @@
 They hold all words, so completing starts no Python.
 """
 
-import re
 from collections.abc import Mapping
 
 from jaxrl_llm.config import packaged_configs
+from jaxrl_llm.launch.command_line import Parser
 from jaxrl_llm.launch.config_keys import sections
-
-SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\
 _jaxrl() {{
@@ -35,37 +33,40 @@ complete -o default -F _jaxrl jaxrl
 """
 
 
-def script(shell: str, docs: Mapping[str, str]) -> str:
-    """The script for a shell; `docs` are the help texts of the commands, which list their flags."""
-    flags = {name: _flags(text) for name, text in docs.items()}
+def script(shell: str, parsers: Mapping[str, Parser]) -> str:
+    """The script for a shell. The parser "prepare data" adds its flags to `prepare`."""
+    flags: dict[str, str] = {}
+    for name, parser in parsers.items():
+        command = name.split()[0]
+        words = [*flags.get(command, "").split(), *_words(parser)]
+        flags[command] = " ".join(dict.fromkeys(words))
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](flags)
 
 
-def _flags(text: str) -> list[str]:
-    """The flags that a help text lists, and the keys of a config where it takes one."""
-    found = re.findall(r"(?<!\S)(--[a-z_]+)(?!\w|\.\w)(=?)", text)
-    flags = list(dict.fromkeys(name + equals for name, equals in found))
-    if any(flag.startswith("--config") for flag in flags):
+def _words(parser: Parser) -> list[str]:
+    """The flags of a command, and the keys of a config where it takes one."""
+    options = parser._option_string_actions.items()
+    words = [f"{name}=" if action.nargs != 0 else name for name, action in options]
+    if parser.takes_config:
         names = dict.fromkeys(key.name for _, _, keys in sections() for key in keys)
-        flags += [f"--config.{name}=" for name in names]
-    return [*flags, "--help"]
+        words += [f"--config.{name}=" for name in names]
+    return [word for word in words if word.startswith("--")]
 
 
-def _bash(flags: Mapping[str, list[str]]) -> str:
+def _bash(flags: Mapping[str, str]) -> str:
     cases = "\n".join(
-        f'                {name}) words="{" ".join(of)}" ;;' for name, of in flags.items()
+        f'                {name}) words="{words}" ;;' for name, words in flags.items()
     )
     return BASH.format(commands=" ".join(flags), configs=" ".join(packaged_configs()), cases=cases)
 
 
-def _zsh(flags: Mapping[str, list[str]]) -> str:
+def _zsh(flags: Mapping[str, str]) -> str:
     # zsh runs completions of bash.
     return "#compdef jaxrl\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(flags)
 
 
-def _fish(flags: Mapping[str, list[str]]) -> str:
+def _fish(flags: Mapping[str, str]) -> str:
     lines = [f'complete -c jaxrl -n __fish_use_subcommand -f -a "{" ".join(flags)}"']
-    for name, of in flags.items():
-        words = " ".join(of)
+    for name, words in flags.items():
         lines.append(f'complete -c jaxrl -n "__fish_seen_subcommand_from {name}" -a "{words}"')
     return "\n".join(lines) + "\n"

@@ -5,37 +5,13 @@ import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.launch.command_line import Parser, count
+from jaxrl_llm.launch.flags import CONVERT_CONFIG
 from jaxrl_llm.references import is_file, nearest_file
-
-LIBRARIES = ("verl", "trl")
 
 
 def convert_config(argv: list[str]) -> int:
-    """Write the config of a verl or TRL run: jaxrl convert-config --from=verl "python3 -m verl..."
-
-    Prints what became of each key: translated, not needed, or without counterpart and what to do.
-    Quote the command line, or give a script that holds it. A script is read and never run: its
-    variables, defaults, arrays, `if` and `case` are worked out. A variable that it does not set is
-    taken from the environment: NNODES=2 jaxrl convert-config ... docs/from-verl.md and
-    docs/from-trl.md compare the keys.
-
-    Flags:
-      --from=verl           whose command line it is: verl | trl
-      --file=FILE           a script that holds it; words behind are the script's arguments
-      --output=FILE         the config to write, a new file; NAME.py without it
-      --rows=N              rows of the training data, if its files are not here: they turn epochs
-                            into steps
-      --devices=N           devices of the run, if the command line does not say so
-    """
-    parser = Parser()
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--from", dest="library", choices=LIBRARIES, required=True)
-    parser.add_argument("--file", type=Path)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--rows", type=count, default=0)
-    parser.add_argument("--devices", type=count, default=0)
-    flags = parser.read(argv)
+    """Write the config of a verl or TRL run."""
+    flags = CONVERT_CONFIG.read(argv)
     script, arguments = _script(flags.file, flags.words)
     from jaxrl_llm.convert.account import lines
     from jaxrl_llm.convert.trl_command import convert_trl

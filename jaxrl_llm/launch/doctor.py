@@ -1,7 +1,6 @@
 """`jaxrl doctor`: what this machine and its links do, and what they should do.
 
-Every process measures its own devices, folder and memory. Process 0 prints the table of all. At the
-start of a run the short part of it measures the links, and says which are slow.
+Every process measures its own devices, folder and memory. Process 0 prints the table of all.
 """
 
 import fcntl
@@ -13,7 +12,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +23,7 @@ from jaxrl_llm.distributed import measuring
 from jaxrl_llm.distributed.hardware import hardware_of
 from jaxrl_llm.distributed.measuring import Device
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, value_of_main
-from jaxrl_llm.launch.runtime import host_memory
+from jaxrl_llm.launch.host_memory import host_memory
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
 DRIVER_S = 30.0  # until nvidia-smi answers
@@ -66,7 +65,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
     Requires: all processes of the job call this, and each can write to `folder`.
     """
-    measured = [*_own_findings(folder), *_links(_of_processes(jax.devices()), quick=False)]
+    measured = [*_own_findings(folder), *_links()]
     own = [asdict(finding) | {"slow": finding.slow} for finding in measured]
     answer = {"host": platform.node(), "versions": versions(), "findings": own}
     gathered = gather_objects(answer, "doctor")
@@ -82,28 +81,6 @@ def examine(folder: Path) -> dict[str, Any]:
         "findings": found,
         "ok": not any(finding["slow"] for finding in found),
     }
-
-
-def slow_links(devices: Sequence[Device]) -> list[str]:
-    """What is slow between `devices`, and between them and their hosts: a line each, with a remedy.
-
-    It measures for about two seconds, the same lines in each process. It leaves nothing on the
-    devices, and draws no random numbers.
-
-    Requires: all processes of the job call this, with the same devices.
-    """
-    groups = _of_processes(devices)
-    copies = [
-        finding for device in groups[jax.process_index()] for finding in _copies(device, quick=True)
-    ]
-    found = [*copies, *_links(groups, quick=True)]
-    own = [
-        f"{finding.what} {finding.where}: {finding.value:.3g} {finding.unit}, expected "
-        f"{finding.expected:.3g}; {finding.remedy}"
-        for finding in found
-        if finding.slow
-    ]
-    return [line for lines in gather_objects(own, "slow links") for line in lines]
 
 
 def versions() -> dict[str, str]:
@@ -203,46 +180,35 @@ def _device(device: Device) -> Iterator[Finding]:
         value = rate(device) / scale
         where = f"device {device.id}"
         yield Finding(what, where, value, unit, expected, _share(share, expected), remedy)
-    yield from _copies(device, quick=False)
+    yield from _copies(device)
 
 
-def _copies(device: Device, *, quick: bool) -> Iterator[Finding]:
+def _copies(device: Device) -> Iterator[Finding]:
     """Copies between the host's memory and a device."""
     remedy = "look at `nvidia-smi topo -m`: start the process on the device's own CPU socket"
     expected = _sheet(device, "host_bandwidth")
     for what, rate, share in _COPIES:
-        value, where = rate(device, quick=quick) / 1e9, f"device {device.id}"
+        value, where = rate(device) / 1e9, f"device {device.id}"
         yield Finding(what, where, value, "GB/s", expected, _share(share, expected), remedy)
 
 
-def _of_processes(devices: Sequence[Device]) -> list[list[Device]]:
-    """The devices of each process."""
-    processes = range(jax.process_count())
-    return [[d for d in devices if d.process_index == process] for process in processes]
-
-
-def _links(groups: Sequence[Sequence[Device]], *, quick: bool) -> Iterator[Finding]:
-    """What this process finds of collectives: of its own devices, and with other processes.
+def _links() -> Iterator[Finding]:
+    """Measure collectives between this process and each other one.
 
     A pair of processes is measured by both, and reported by the one with the lower rank.
     """
-    if len({len(group) for group in groups}) != 1:
+    processes, rank = range(jax.process_count()), jax.process_index()
+    groups = [[d for d in jax.devices() if d.process_index == process] for process in processes]
+    if len(groups) == 1 or len({len(group) for group in groups}) != 1:
         return  # no device of the other process for each one
-    rank, own = jax.process_index(), groups[jax.process_index()]
-    if quick and len(own) > 1:
-        value = measuring.all_reduce_bandwidth(groups, quick=True) / 1e9
-        where = f"between the {len(own)} devices of rank {rank}"
-        yield _link(where, own[0], value, "link_bandwidth")
-    if len(groups) == 1:
-        return
     hosts = gather_objects(platform.node(), "hosts of links")
-    for pairs in rounds(len(groups), ring=quick or len(groups) > MOST_PAIRED):
-        value = measuring.exchange_bandwidth(groups, pairs, quick=quick) / 1e9
+    for pairs in rounds(len(groups), ring=len(groups) > MOST_PAIRED):
+        value = measuring.exchange_bandwidth(groups, pairs) / 1e9
         for first, second in pairs:
             if first == rank:
                 same = hosts[first] == hosts[second]
                 kind = "link_bandwidth" if same else "network_bandwidth"
-                yield _link(f"between rank {first} and {second}", own[0], value, kind)
+                yield _link(f"between rank {first} and {second}", groups[rank][0], value, kind)
 
 
 def _link(where: str, device: Device, value: float, kind: str) -> Finding:

@@ -12,7 +12,7 @@ from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, placed
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import work_of
-from jaxrl_llm.launch.runtime import host_memory
+from jaxrl_llm.launch.host_memory import host_memory
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes
 from jaxrl_llm.plan.offline import OfflinePlan
 from jaxrl_llm.plan.online import Plan

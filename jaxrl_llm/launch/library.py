@@ -4,10 +4,10 @@ Each function prepares the process for jax, which is imported when the first of 
 """
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import (
@@ -24,18 +24,11 @@ from jaxrl_llm.config import (
     open_config,
 )
 from jaxrl_llm.config.placement import on_one_group
-from jaxrl_llm.launch import arguments
-from jaxrl_llm.launch.main import imports
-from jaxrl_llm.launch.outputs import (
-    ANSWERS,
-    EVALUATION,
-    check_new_folder,
-    check_writable,
-)
+from jaxrl_llm.launch.interrupts import imports
+from jaxrl_llm.launch.outputs import check_file, check_folder
 from jaxrl_llm.launch.runtime import devices_are_used, fit_mesh, join_processes, prepare, start
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.status import STATUS
-from jaxrl_llm.references import is_file
 from jaxrl_llm.whole_files import write_whole
 
 if TYPE_CHECKING:  # these import jax
@@ -75,20 +68,25 @@ def train(
     Guarantees: on Ctrl-C, and when a callback stops it, the run saves a checkpoint and returns.
     Raises: ConfigError for settings that cannot work, before a device is touched.
     """
-    arguments.a_whole_number("num_cpu_devices", num_cpu_devices)
-    callbacks = arguments.functions("callbacks", callbacks, "[my_callback]")
-    if end_process is not None and not callable(end_process):
-        raise ConfigError(f"end_process={end_process!r}: expected os._exit or None")
+    callbacks = list(callbacks)
+    if not all(map(callable, callbacks)):  # the first step would say so, minutes later
+        raise ConfigError(f"callbacks={callbacks}: expected functions")
     config = config if isinstance(config, Config) else load_config(config)
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
+    with started(config, num_cpu_devices=num_cpu_devices) as config:
+        from jaxrl_llm.trainer.loop import train
+
+        return train(config, callbacks=callbacks, end_process=end_process)
+
+
+@contextmanager
+def started(config: Config, *, num_cpu_devices: int = 0) -> Iterator[Config]:
+    """The start of a run: the config with the mesh that is used, and the trainer imported."""
     STATUS.begin()
     COLLECTOR.begin_start()
     try:
         STATUS("importing jax")
-        config = start(config, num_cpu_devices=num_cpu_devices, meanwhile=_import_trainer)
-        from jaxrl_llm.trainer.loop import train
-
-        return train(config, callbacks=callbacks, end_process=end_process)
+        yield start(config, num_cpu_devices=num_cpu_devices, meanwhile=_import_trainer)
     finally:
         STATUS.end()  # where it was refused before the console took over
         COLLECTOR.end_start()
@@ -107,23 +105,17 @@ def _with_objects(
     train_data: DataRows | None,
     val_data: DataRows | None,
 ) -> Config:
-    """The config with what a program gave as objects, checked."""
+    """The config with the objects of a program, checked."""
     changes: dict[str, Any] = {}
-    arguments.rows("train_data", train_data, "config.data.train_files")
-    arguments.rows("val_data", val_data, "config.data.val_files")
     if rewards is not None:
-        functions = arguments.a_list("rewards", rewards, "[my_function]")
-        weights = arguments.a_list("reward_weights", reward_weights, "[1.0]")
-        changes |= {"reward.functions": functions, "reward.weights": weights}
+        changes |= {"reward.functions": [*rewards], "reward.weights": [*reward_weights]}
     elif reward_weights:
-        raise ConfigError("reward_weights are those of `rewards`, which are not given")
-    others = {"files": [], "tasks": []}
+        raise ConfigError("reward_weights need `rewards`, which are not given")
     if train_data is not None:
-        changes |= {f"data.train_{name}": empty for name, empty in others.items()}
-        changes |= {"data.dataset_class": "", "data.train_rows": train_data}
+        changes |= {"data.train_files": [], "data.train_tasks": [], "data.dataset_class": ""}
+        changes |= {"data.train_rows": train_data}
     if train_data is not None or val_data is not None:
-        changes |= {f"data.val_{name}": empty for name, empty in others.items()}
-        changes["data.val_rows"] = val_data
+        changes |= {"data.val_files": [], "data.val_tasks": [], "data.val_rows": val_data}
     return load_config(config, changes)
 
 
@@ -135,8 +127,7 @@ def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
 
     Raises: ConfigError if there is no model, ValueError if it cannot be opened.
     """
-    arguments.one_of("dtype", dtype, *get_args(DType))
-    path = find_model_path(str(arguments.a_path("model", model)))
+    path = find_model_path(str(model))
     prepare()
     with imports():
         from jaxrl_llm.evaluation.answering import open_model
@@ -169,13 +160,11 @@ def evaluate(
         source, and the settings of sampling.
     Raises: ConfigError without validation data, or for settings that cannot work.
     """
-    arguments.a_whole_number("num_cpu_devices", num_cpu_devices)
-    arguments.rows("val_data", val_data, "config.data.val_files")
-    found = find_model_path(str(arguments.a_path("model", model)))
+    path = find_model_path(str(model)).path
     # The model replaces the config's own, whose folder need not exist here.
     opened = config if isinstance(config, Config) else open_config(config)
-    own = {"actor.path": found.path, "data.tokenizer": ""}
-    opened = apply_overrides(apply_overrides(opened, own), overrides)
+    opened = apply_overrides(opened, {"actor.path": path, "data.tokenizer": ""})
+    opened = apply_overrides(opened, overrides)
     changes: dict[str, Any] = {"data.train_rows": None, "stages": []}
     if opened.reward.functions or opened.reward.model is None:
         changes |= {"reward.functions": [ExactAnswer()], "reward.weights": []}
@@ -186,22 +175,15 @@ def evaluate(
     if grader is not None:
         changes["validation.grader"] = grader
     config = load_config(opened, changes)
-    from jaxrl_llm.launch.described_models import check_models
-
-    check_models(config)
     data = config.data
     if not (data.val_files or data.val_tasks or data.val_rows):
         raise ConfigError(
             "config.data has no validation data: set --config.data.val_files=[FILE] or "
             "--config.data.val_tasks=[chain_sum]"
         )
-    taken = {os.path.realpath(file): f"data, {file}" for file in data.val_files}
-    for name, file, begins in (("output", output, EVALUATION), ("answers", answers, ANSWERS)):
+    for name, file in (("output", output), ("answers", answers)):
         if file is not None:
-            check_writable(f"--{name}", arguments.a_path(name, file), begins)
-            if other := taken.get(os.path.realpath(file)):
-                raise ConfigError(f"--{name}={file} is the file of the {other}; give another")
-            taken[os.path.realpath(file)] = f"flag --{name}"
+            check_file(f"--{name}", Path(file))
     prepare(num_cpu_devices=num_cpu_devices)
     join_processes()
     config = on_one_group(config, fit_mesh(config.mesh))
@@ -211,9 +193,9 @@ def evaluate(
         from jaxrl_llm.evaluation.trained_model import evaluate, validation_report
         from jaxrl_llm.observability.jsonl import to_line
 
-    found = evaluate(config)
-    report = validation_report(config, str(model), found)
-    rows = [] if answers is None else all_answers(found)
+    evaluation = evaluate(config)
+    report = validation_report(config, str(model), evaluation)
+    rows = [] if answers is None else all_answers(evaluation)
     if is_main():
         if output is not None:
             write_whole(Path(output), json.dumps(report, indent=2) + "\n")
@@ -237,17 +219,10 @@ def export(
     reward, reference or teacher. `dtype` is by default the dtype of the stored weights. LoRA
     adapters are merged into their base. With `adapter=True` only they are written, in PEFT's files.
 
-    Raises: ConfigError if there is no such checkpoint or role, or `output` is a file.
+    Raises: ConfigError if there is no such checkpoint or role, or `output` takes no files.
     """
-    arguments.one_of("dtype", dtype, None, "float32", "bfloat16", "float16")
-    arguments.one_of("adapter", adapter, False, True)
-    if max_shard_bytes is not None:
-        arguments.a_whole_number("max_shard_bytes", max_shard_bytes, least=1)
-    output = arguments.a_path("output", output)
-    checkpoint = find_checkpoint(str(arguments.a_path("model", model)))
-    if is_file(output):
-        raise ConfigError(f"--output={output} is a file; give a directory to write")
-    check_new_folder("--output", output)
+    checkpoint = find_checkpoint(str(model))
+    check_folder("--output", Path(output))
     # An export only copies, and CPU memory is larger.
     prepare(num_cpu_devices=0 if devices_are_used() else 1)
     with imports():

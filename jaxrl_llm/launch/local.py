@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from jaxrl_llm.launch.gang import (
+from jaxrl_llm.launch.process_group import (
     Output,
     free_port,
     read_arguments,
@@ -55,11 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     return run_again(
-        lambda output, _: LocalGang(arguments.command, environments(), output), arguments.restarts
+        lambda output, _: LocalProcesses(arguments.command, environments(), output),
+        arguments.restarts,
     )
 
 
-class LocalGang:
+class LocalProcesses:
     """Processes of this machine, one in each environment."""
 
     def __init__(

@@ -1,65 +1,52 @@
-"""Where a command begins, before anything large is imported, and what Ctrl-C does in an import.
-
-A KeyboardInterrupt while Python imports prints where it was, is lost in a callback of jax, or
-crashes jaxlib. It may also leave half of jax, with which nothing works. So Ctrl-C ends the process
-of a command at once, as nothing needs to be put away. In a program that uses the library it waits
-for the imports.
-"""
+"""Where a command begins, before anything large is imported."""
 
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-_SHOW_CURSOR = b"\x1b[?25h\n"  # a line that changes hides it
-_is_command = False
+from jaxrl_llm.launch.interrupts import command, imports
 
 
 def main() -> NoReturn:
     """The console command `jaxrl`."""
-    _begin()
-    with imports():
-        from jaxrl_llm.launch.commands import main
-    main()
+    name, *argv = sys.argv[1:] or ["--help"]
+    run(name, argv)
 
 
-def run(name: str) -> NoReturn:
-    """One command, by its name, on the process's arguments."""
-    _begin()
-    with imports():
-        from jaxrl_llm.launch.commands import COMMANDS, run
-    run(COMMANDS[name])
+def run(
+    work: str | Callable[[list[str]], int | None], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Run a command by its name, or a script's function of the arguments, and exit.
 
-
-@contextmanager
-def imports() -> Iterator[None]:
-    """Guards about a second of imports against Ctrl-C.
-
-    Ctrl-C ends the process of a command with one line and code 130. In another program it is a
-    KeyboardInterrupt after them.
+    The exit code is the one that it returns (None is 0). exits.py says what errors become.
+    `--help` of a script prints its docstring.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    waiting: list[int] = []
-    signal.signal(signal.SIGINT, _end if _is_command else lambda number, _: waiting.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if waiting:
-        raise KeyboardInterrupt
-
-
-def _begin() -> None:
-    global _is_command
-    _is_command = True
     _open_standard_streams()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with command():
+        with imports():
+            from jaxrl_llm.launch.exits import exit_with
+            from jaxrl_llm.observability.garbage import end_without_search
+        end_without_search()
+        try:
+            with imports():
+                function = _function(work) if isinstance(work, str) else work
+            if callable(work) and {"--help", "-h"} & {*arguments}:
+                print((sys.modules["__main__"].__doc__ or "").strip())
+                sys.exit(0)
+            code = function(arguments) or 0
+            sys.stdout.flush()
+        except (Exception, KeyboardInterrupt) as error:
+            exit_with(error, arguments)
+            raise
+    sys.exit(code)
+
+
+def _function(name: str) -> Callable[[list[str]], int]:
+    from jaxrl_llm.launch.commands import command_of
+
+    return command_of(name)
 
 
 def _open_standard_streams() -> None:
@@ -74,10 +61,3 @@ def _open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
             setattr(sys, name, open(descriptor, mode, closefd=False))
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    if sys.stdout is not None and os.isatty(1):
-        os.write(1, _SHOW_CURSOR)
-    os.write(2, b"interrupted\n")
-    os._exit(128 + number)

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.launch.gang import read_arguments, run_again
+from jaxrl_llm.launch.process_group import read_arguments, run_again
 
 REACH_S = 5.0  # for the first contact with a cluster
 

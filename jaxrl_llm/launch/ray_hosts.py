@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
     PlacementGroupSchedulingStrategy,
 )
 
-from jaxrl_llm.launch.gang import (
+from jaxrl_llm.launch.exits import USER_ERROR
+from jaxrl_llm.launch.process_group import (
     NotStarted,
     Output,
     free_port,
@@ -32,7 +33,7 @@ from jaxrl_llm.launch.gang import (
     signal_process,
     start_process,
 )
-from jaxrl_llm.launch.runtime import PROCESS_ID, USER_ERROR
+from jaxrl_llm.launch.runtime import PROCESS_ID
 
 # What the processes get of the launcher's environment: variables that begin with these.
 PASSED = ("JAX", "XLA_", "NCCL_", "HF_", "TF_CPP_")
@@ -128,7 +129,9 @@ class RayHosts:
     gpus: int
     _group: Any = None  # Ray's placement group
 
-    def start(self, command: Sequence[str], output: Output, received: Sequence[int]) -> "RayGang":
+    def start(
+        self, command: Sequence[str], output: Output, received: Sequence[int]
+    ) -> "RayProcesses":
         """Start `command` on every host. It goes on until a signal is in `received`.
 
         Raises: NotStarted when the hosts are not free in time, or cannot run it.
@@ -159,7 +162,7 @@ class RayHosts:
         output: Output,
         received: Sequence[int],
         seconds: float,
-    ) -> "RayGang":
+    ) -> "RayProcesses":
         folder = None if ray.get_runtime_context().runtime_env.get("working_dir") else os.getcwd()
         calls = [actor.describe.remote(folder) for actor in actors]
         found = _answers(calls, seconds, received)
@@ -173,7 +176,7 @@ class RayHosts:
         shared = self._environment(f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
         for rank, actor in enumerate(actors):
             actor.start.remote(command, {**shared, PROCESS_ID: str(rank)}, folder)
-        return RayGang(actors, [address for address, _, _ in found], output)
+        return RayProcesses(actors, [address for address, _, _ in found], output)
 
     def give_back(self) -> None:
         """Give the hosts back."""
@@ -231,7 +234,7 @@ def _end(actors: Sequence[Any]) -> None:
 
 
 @dataclass
-class RayGang:
+class RayProcesses:
     """The processes of one start, each run by the actor of its host."""
 
     actors: Sequence[Any]

@@ -1,38 +1,26 @@
-"""What a script does around its work: arguments, errors, devices, processes, compile cache.
+"""What a run needs around it: devices, processes, the compile cache.
 
 Functions import jax only where they need it, so a mistake in the arguments is reported at once.
 """
 
 import faulthandler
-import inspect
-import linecache
 import os
 import re
-import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
 
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check, run_folder
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.distributed.placement import numbers_of_roles
-from jaxrl_llm.launch import pipes
 from jaxrl_llm.launch.freed_memory import keep_freed_memory
-from jaxrl_llm.launch.main import imports
-from jaxrl_llm.observability.garbage import end_without_search
+from jaxrl_llm.launch.host_memory import host_memory
+from jaxrl_llm.launch.interrupts import imports
 
-USER_ERROR = 2
-ALARMED = 3  # an alarm ended the run; it saved its last step
-INTERRUPTED = 128 + signal.SIGINT
-UNREAD = 128 + signal.SIGPIPE  # nobody reads the output any more
 MOST_CPU_DEVICES = 4096
-TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
 
 # Set by launch/local.py and launch/ray.py, or by hand where neither these nor Slurm start it.
 COORDINATOR = "JAXRL_COORDINATOR"  # host:port where process 0 listens
@@ -47,11 +35,6 @@ GPU_MEMORY_FRACTION = "0.92"
 HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 XLA_HOST_MEMORY_GB = 64
 HOST_MEMORY_FRACTION = 0.75
-# Memory limit of a container: control groups version 2, and version 1.
-CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 # Has every CPU device run its collectives in the same order. With XLA's default each device begins
 # with any of those that are ready, and devices of one process can wait for each other for ever.
@@ -60,9 +43,6 @@ IN_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 # jax's variable for a folder of compiled programs that several runs share.
 COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
-# Whether a run measures its links when it starts: 0 never, 1 always, empty on GPUs only.
-CHECK_LINKS = "JAXRL_CHECK_LINKS"
-
 # Without it, a GPU adds gradients of the embedding and of attention in the order in which threads
 # finish, and a resumed run would differ from one that was never stopped.
 EXACT = "xla_gpu_exclude_nondeterministic_ops"
@@ -70,112 +50,6 @@ EXACT = "xla_gpu_exclude_nondeterministic_ops"
 # (variable with the number of processes, variable that only a step of them has), for clusters that
 # jax detects.
 _CLUSTERS = (("SLURM_NTASKS", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"))
-
-
-# ------------------------------------------------------------------------- scripts
-
-
-def run_script(
-    main: Callable[[list[str]], int | None],
-    argv: Sequence[str] | None = None,
-    *,
-    help_text: str | Callable[[], str] | None = None,
-) -> NoReturn:
-    """Run `main(arguments)` and exit with its code (None is 0).
-
-    A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
-    message on stderr and exit code 2. Ctrl-C exits with 130. One of several processes then waits
-    TOGETHER_S for the others. Where nobody reads the output any more, it exits with 141. Other
-    errors keep their traceback, and end such a process at once. No error waits for programs that
-    are compiled ahead.
-    `--help` prints `help_text`, or else the docstring of the script.
-    """
-    end_without_search()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if "--help" in arguments or "-h" in arguments:
-            code = _print_help(help_text() if callable(help_text) else help_text)
-        else:
-            code = main(arguments) or 0
-        sys.stdout.flush()
-    except KeyboardInterrupt as error:
-        print(str(error) or "interrupted", file=sys.stderr)
-        _end_together(INTERRUPTED)
-    except Exception as error:
-        if isinstance(error, ValueError) and is_for_user(error):
-            print(f"error: {error}", file=sys.stderr)
-            _end_together(USER_ERROR)
-        if isinstance(error, BrokenPipeError) and pipes.broken():
-            pipes.leave_broken()
-            _end_together(UNREAD)
-        if _is_one_of_several() or _compiles():
-            traceback.print_exc()
-            _leave(1)
-        raise
-    sys.exit(code)
-
-
-def _print_help(text: str | None) -> int:
-    print(inspect.cleandoc(text or sys.modules["__main__"].__doc__ or ""))
-    return 0
-
-
-def _end_together(code: int) -> NoReturn:
-    """Exit with `code`, after the others of several processes where these end as well.
-
-    jax waits for them for five minutes, and they may be waiting for this process.
-    """
-    if _is_one_of_several():
-        leaving = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
-        leaving.start()
-        leaving.join(TOGETHER_S)
-        if leaving.is_alive():
-            _leave(code)
-    if _compiles():
-        _leave(code)
-    sys.exit(code)
-
-
-def _is_one_of_several() -> bool:
-    """Whether jax waits at the exit for other processes, and these for this one."""
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized()
-
-
-def _compiles() -> bool:
-    """Whether Python would wait at the exit for programs, up to minutes."""
-    ahead = sys.modules.get("jaxrl_llm.program.ahead")
-    return ahead is not None and ahead.compiles_ahead()
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process at once."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def is_for_user(error: ValueError) -> bool:
-    """Whether the message alone tells the user what to do, without a traceback.
-
-    True for a ConfigError, and for a ValueError from a `raise` statement of this package, because
-    these name the remedy. False for one that numpy or jax raised.
-    """
-    if isinstance(error, ConfigError):
-        return True
-    last: TracebackType | None = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None:
-        return False
-    file = Path(last.tb_frame.f_code.co_filename).resolve()
-    source = linecache.getline(str(file), last.tb_lineno).strip()
-    ours = Path(__file__).resolve().parents[2]
-    folders = [ours / name for name in ("jaxrl_llm", "models", "scripts", "configs")]
-    return source.startswith("raise ") and any(file.is_relative_to(folder) for folder in folders)
-
-
-# ------------------------------------------------------------------------- start-up
 
 
 def start(
@@ -187,16 +61,11 @@ def start(
 
     It joins the other processes if a launcher started several. It splits the CPU into
     `num_cpu_devices` (the flag --devices) unless that is 0. It checks that the mesh fits the
-    devices, enables the compile cache, and says which links are slow. Several processes with a mesh
-    of one device put every device on the `data` axis.
+    devices, and enables the compile cache. Several processes with a mesh of one device put every
+    device on the `data` axis.
 
     Requires: nothing has touched jax's devices yet.
-    Raises: ConfigError, for a model that cannot be built before jax is imported.
     """
-    from jaxrl_llm.launch.described_models import check_models
-
-    check_models(config)
-    check_links = _check_links(os.environ)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
@@ -219,8 +88,6 @@ def start(
     elif not os.environ.get(COMPILE_CACHE):
         enable_compile_cache(str(run_folder(config) / "compile_cache"))
     _cache_short_programs()
-    if check_links():
-        _say_slow_links(sorted(set(placed)) or list(range(config.mesh.num_devices)))
     return config
 
 
@@ -240,7 +107,7 @@ def _devices_are_opened(used: int) -> Iterator[None]:
                 jax.device_put(0.0, device)  # it claims the device's memory, which takes a second
 
     opening = threading.Thread(target=open_devices, daemon=True)
-    if not _is_one_of_several():
+    if not jax.distributed.is_initialized():
         opening.start()
     yield
     if opening.ident is not None:
@@ -271,38 +138,6 @@ def _placed(config: Config) -> list[int]:
         return plain  # `fit_mesh` knows the remedy
     numbers = numbers_of_roles(config, devices_of_nodes())
     return [number for group in numbers.values() for number in group]
-
-
-def _check_links(environment: Mapping[str, str]) -> Callable[[], bool]:
-    """Whether to measure the links, to be asked when the devices are known.
-
-    Raises: ConfigError for a value of CHECK_LINKS that is not 0, 1 or empty.
-    """
-    value = environment.get(CHECK_LINKS, "")
-    if value not in ("", "0", "1"):
-        raise ConfigError(
-            f"{CHECK_LINKS}={value}: must be 0 (never), 1 (always) or empty (on GPUs only)"
-        )
-
-    def wanted() -> bool:
-        import jax
-
-        return value == "1" or (not value and jax.default_backend() == "gpu")
-
-    return wanted
-
-
-def _say_slow_links(numbers: Sequence[int]) -> None:
-    """Measure the devices with these numbers; process 0 prints a line for each slow link."""
-    import jax
-
-    from jaxrl_llm.launch.doctor import slow_links
-
-    devices = jax.devices()
-    lines = slow_links([devices[number] for number in numbers])
-    if jax.process_index() == 0:
-        for line in lines:
-            print(line, file=sys.stderr, flush=True)
 
 
 def _cache_short_programs() -> None:
@@ -387,13 +222,6 @@ def _check_used_devices(num_cpu_devices: int, exact: bool) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def host_memory(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's limit."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    given = [path.read_text().strip() for path in limits if path.exists()]
-    return min(found + [int(value) for value in given if value.isdigit()])
 
 
 def join_processes(environment: dict[str, str] | None = None) -> None:

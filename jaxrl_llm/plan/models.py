@@ -23,6 +23,7 @@ from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
 from jaxrl_llm.models.config import Kind
+from jaxrl_llm.models.config_json import check_hf_config
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.lora_targets import chosen_modules
@@ -52,6 +53,7 @@ def find_model(
     checkpoint of another model than its files describe.
     """
     if not settings.path:
+        check_hf_config(settings.hf_config)
         hf = dict(settings.hf_config)
         if tokenizer is not None:
             hf.setdefault("vocab_size", tokenizer.vocab_size)

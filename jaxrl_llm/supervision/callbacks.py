@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.distributed.multihost import is_main
-from jaxrl_llm.supervision.listener import Listener, Wish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ Callback = Callable[[StepReport], None]
 
 
 @dataclass(kw_only=True)
-class Callbacks(Listener):
+class Callbacks:
     """The callbacks of a run. They are called on the main process alone."""
 
     functions: Sequence[Callback]
@@ -59,6 +58,11 @@ class Callbacks(Listener):
         return bool(self.functions) and is_main()
 
     @property
+    def asked(self) -> bool:
+        """Whether a callback of this process has asked for the end."""
+        return bool(self._reasons)
+
+    @property
     def reason(self) -> str:
         """Why the first of them asked."""
         return self._reasons[0] if self._reasons else ""
@@ -67,11 +71,11 @@ class Callbacks(Listener):
         """Samples of a step, which has not ended; some at a time."""
         self._samples.setdefault(step, []).extend(samples)
 
-    def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call each callback after a step. What it raises ends the run."""
         samples = self._samples.pop(step, [])
         if not is_main():
-            return Wish.NOTHING
+            return
         report = StepReport(
             step=step,
             total_steps=self.total_steps,
@@ -82,4 +86,3 @@ class Callbacks(Listener):
         )
         for function in self.functions:
             function(report)
-        return Wish.STOP if self._reasons else Wish.NOTHING

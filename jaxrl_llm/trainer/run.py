@@ -31,9 +31,8 @@ from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
-from jaxrl_llm.supervision.deadline import Deadline, StopRequest, read_deadline
+from jaxrl_llm.supervision.deadline import Deadline, read_deadline
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
-from jaxrl_llm.supervision.listener import Listener
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
 from jaxrl_llm.supervision.signals import stop_requests
@@ -45,7 +44,6 @@ from jaxrl_llm.trainer.batches import (
     PromptBatches,
     RecordBatches,
 )
-from jaxrl_llm.trainer.clock import Clock, Progress
 from jaxrl_llm.trainer.data import RunData, open_plan_and_data
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.output import (
@@ -69,7 +67,7 @@ from jaxrl_llm.trainer.states import (
     run_identity,
     to_items,
 )
-from jaxrl_llm.trainer.training import Training
+from jaxrl_llm.trainer.training import Clock, Training
 
 # ------------------------------------------------------------------------- an open run
 
@@ -93,7 +91,7 @@ class Run:
     stack: ExitStack
     watch: Watch
     started: float
-    bell: AlarmBell
+    alarms: Alarms
     callbacks: Callbacks
     compilations: CompileCounter
     totals: RunTotals = field(default_factory=RunTotals)
@@ -139,7 +137,7 @@ class Run:
         if checkpoint.parent != self.checkpoints.directory:
             self._save_once(states)
         self.totals = RunTotals(**loop_state["totals"])
-        self.bell.alarms.restore(loop_state.get("alarms", {}))
+        self.alarms.restore(loop_state.get("alarms", {}))
         if loop_state.get(AHEAD) and not kept_sizes(loop_state, self.config):
             self.output.message(
                 "what was generated ahead is generated again: it is of another "
@@ -183,25 +181,33 @@ class Run:
         """The run as it ended."""
         own = self._own
         assert own is not None
-        early = own.step < own.total_steps
-        alarmed = early and self.bell in own.stopped_by
-        called_off = early and self.callbacks in own.stopped_by and not alarmed
+        ended_early = own.stopped and own.step < own.total_steps
         return Summary(
             run_dir=self.run_dir,
             step=own.step,
             totals=self.totals,
             seconds=time.perf_counter() - self.started,
-            interrupted=early and own.stopped and not alarmed and not called_off,
-            alarmed=alarmed,
-            called_off=called_off,
+            interrupted=ended_early and not own.alarmed and not own.called_off,
+            alarmed=ended_early and own.alarmed,
+            called_off=ended_early and own.called_off and not own.alarmed,
             reason=self.callbacks.reason,
             checkpoint=self.checkpoints.path(own.step),
         )
 
     def _training(self, states: States, step: int) -> Training:
         """The run's own steps, from `step` on."""
-        config, batches = self.config, self._batches()
+        config = self.config
+        profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
+        self.stack.callback(profiler.close)
+        batches = self._batches()
         self.stack.callback(batches.close)
+        deadline = Deadline(
+            at=self.save_by,
+            # What is generated ahead is made ready before it is written.
+            save_s=lambda: self.checkpoints.save_seconds() + batches.saving_s,
+            message=self.output.message,
+        )
+        asked = self.stack.enter_context(stop_requests())
         return Training(
             plan=self.plan,
             batches=batches,
@@ -210,50 +216,24 @@ class Run:
             evaluations=self.data.evaluations(self.plan, self.output),
             output=self.output,
             validate_every=config.validation.every,
-            validate_first=config.validation.before_train,
-            listeners=self._listeners(batches),
             step=step,
             is_new=self.resume is None,
-            save_with=self._save,
-            save_every=config.save_every,
-            save_first=saves_first(config),
-        )
-
-    def _listeners(self, batches: Batches) -> list[Listener]:
-        """What follows the run's own steps; the first is the innermost."""
-        config, plan, message = self.config, self.plan, self.output.message
-        profiler = StepProfiler(
-            run_dir=self.run_dir, steps=config.profile.steps, message=message, watch=self.watch
-        )
-        self.stack.callback(profiler.close)
-        return [
-            Clock(
-                plan=plan,
-                batches=batches,
-                totals=self.totals,
-                compilations=self.compilations,
-                message=message,
-            ),
-            profiler,
-            CommunicationReport(
-                program_of=lambda step: plan.at(step).program,
-                profiler=profiler,
+            clock=Clock(totals=self.totals, compilations=self.compilations),
+            communication=CommunicationReport(
                 folder=self.run_dir,
                 every=config.log.communication_every,
                 total_steps=config.total_steps,
-                message=message,
+                message=self.output.message,
             ),
-            Progress(batches=batches, totals=self.totals),
-            self.callbacks,
-            self.bell,
-            Deadline(
-                at=self.save_by,
-                # What is generated ahead is made ready before it is written.
-                save_s=lambda: self.checkpoints.save_seconds() + batches.saving_s,
-                message=message,
-            ),
-            StopRequest(came=self.stack.enter_context(stop_requests())),
-        ]
+            profiler=profiler,
+            stop_requested=lambda: deadline.has_come() or asked(),
+            save_with=self._save,
+            save_every=config.save_every,
+            save_first=saves_first(config),
+            validate_first=config.validation.before_train,
+            alarms=AlarmBell(alarms=self.alarms, write=self.output.event),
+            callbacks=self.callbacks,
+        )
 
     def _batches(self) -> Batches:
         plan, loader = self.plan, self.data.loader
@@ -288,7 +268,7 @@ class Run:
     ) -> None:
         """Write a checkpoint: every state that steps change, and where the run stands."""
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
-        loop_state["alarms"] = self.bell.alarms.state()
+        loop_state["alarms"] = self.alarms.state()
         loop_state[IDENTITY] = self.identity
         if self.plan.reloaded and not self._bases:
             self._bases = bases_record(self.plan, states)
@@ -442,7 +422,7 @@ def open_run(
             stack=stack,
             watch=watch,
             started=started,
-            bell=AlarmBell(alarms=Alarms(config=config.alarms), write=output.event),
+            alarms=Alarms(config=config.alarms),
             callbacks=called,
             compilations=compilations,
         )

@@ -30,6 +30,7 @@ from jaxrl_llm.config import (
     to_json,
 )
 from jaxrl_llm.launch.command_line import Parser, read_config
+from jaxrl_llm.launch.flags import TRAIN
 
 CONFIG_FILE = """
 from jaxrl_llm.config import *
@@ -63,7 +64,7 @@ def config_file(tmp_path) -> str:
 
 
 def load(config_file: str, *flags: str) -> Config:
-    config, _ = read_config([f"--config={config_file}", *flags], Parser())
+    config, _ = read_config([f"--config={config_file}", *flags], TRAIN)
     return config
 
 
@@ -131,7 +132,7 @@ def test_override(config_file, flag, key, expected):
 
 def test_value_as_the_next_word(config_file):
     assert load(config_file, "--config.seed", "3", "--config.rollout.n", "2").seed == 3
-    assert Parser().read_with_config(["--config", "x.py"])[1] == "x.py"
+    assert TRAIN.read(["--config", "x.py"]).config == "x.py"
 
 
 def test_later_overrides_win(config_file):
@@ -266,12 +267,16 @@ def test_validation_data_are_not_needed(config_file):
 
 
 def test_flags_of_a_command():
-    parser = Parser()
-    parser.add_argument("--devices", type=int)
-    parser.add_argument("--quiet", action="store_true")
-    assert vars(parser.read(["--devices=4", "--quiet"])) == {"devices": 4, "quiet": True}
+    parser = Parser("Measure: jaxrl measure")
+    parser.flag("--devices=N", "devices to split")
+    parser.flag("--top_p=0.5", "share of tokens")
+    parser.flag("--output=FILE", "file to write")
+    parser.flag("--quiet", "print nothing")
+    flags = parser.read(["--devices=4", "--quiet"])
+    assert vars(flags) == {"devices": 4, "top_p": 0.5, "output": None, "quiet": True}
     for words, message in (
-        (["--devices=four"], "--devices: invalid int value: 'four'"),
+        (["--devices=four"], "--devices: four: must be 1 or more"),
+        (["--top_p=high"], "--top_p: invalid float value: 'high'"),
         (["--device=4"], "unknown flag --device; did you mean '--devices'"),
         (["--config=x.py"], "unknown flag --config"),
     ):
@@ -545,7 +550,7 @@ def test_broken_config_files(tmp_path, source, message):
 
 def test_config_is_required():
     with pytest.raises(ConfigError, match="--config=FILE is missing.* ppo"):
-        read_config(["--config.seed=1"], Parser())
+        read_config(["--config.seed=1"], TRAIN)
 
 
 # ------------------------------------------------------------------------- where a config is found

@@ -9,7 +9,8 @@ from chat_tokenizer import write_chat_tokenizer
 
 from jaxrl_llm.config import is_offline
 from jaxrl_llm.data.run_data import has_held_out, load_records, load_run_prompts, train_sources
-from jaxrl_llm.launch.command_line import Parser, read_config
+from jaxrl_llm.launch.command_line import read_config
+from jaxrl_llm.launch.flags import TRAIN
 from jaxrl_llm.tokenizer import load_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own-data.md"
@@ -26,7 +27,7 @@ def test_the_files_of_the_page_are_read(name, tmp_path, monkeypatch):
     model = write_chat_tokenizer(tmp_path / "MODEL")
     (model / "config.json").write_text("{}")
     flags = shlex.split(command.replace("\\\n", " "))  # as a shell does
-    config, _ = read_config(flags, Parser())
+    config, _ = read_config(flags, TRAIN)
     tokenizer = load_tokenizer(model)
     assert has_held_out(config) == (name == "problems.jsonl")
     if name in RECORDS:

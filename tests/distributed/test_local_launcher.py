@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from in_process import launch_here
 
-from jaxrl_llm.launch import gang
+from jaxrl_llm.launch import process_group
 from jaxrl_llm.launch.local import process_environments
 from jaxrl_llm.supervision.signals import STOP_SIGNALS
 
@@ -70,14 +70,14 @@ def test_a_mistake_that_one_process_alone_finds_ends_all(tmp_path):
     script = write(
         tmp_path,
         "from jaxrl_llm.config import ConfigError\n"
-        "from jaxrl_llm.launch import runtime\n"
-        "runtime.TOGETHER_S = 0.5\n"
-        "def main(_):\n"
+        "from jaxrl_llm.launch import exits, main, runtime\n"
+        "exits.TOGETHER_S = 0.5\n"
+        "def work(_):\n"
         "    runtime.prepare(); runtime.join_processes()\n"
         "    from jaxrl_llm.distributed.multihost import barrier, is_main\n"
         "    if is_main(): raise ConfigError('no such tracker')\n"
         "    barrier('never')\n"
-        "runtime.run_script(main)\n",
+        "main.run(work)\n",
     )
     result = launch_here("--processes=2", "--restarts=2", "--", script)
     assert result.returncode == 2 and "[0] error: no such tracker" in result.stderr
@@ -88,7 +88,7 @@ def test_a_negative_number_of_devices_is_refused():
     assert result.returncode == 2 and "--devices-per-process=-1: must be 1" in result.stderr
 
 
-def test_one_failure_ends_the_gang(tmp_path):
+def test_one_failure_ends_the_group(tmp_path):
     script = write(
         tmp_path,
         "import os, sys, time\n"
@@ -116,22 +116,22 @@ def test_signals_reach_every_process(tmp_path, number):
     )
     command = [sys.executable, "-c", RECEIVING, str(int(number)), *LAUNCH, "--processes=2"]
     command += ["--", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gang:
-        assert gang.stdout is not None
-        assert sorted(gang.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
-        gang.send_signal(number)
-        rest = gang.stdout.read()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] ready\n", "[1] ready\n"]
+        process.send_signal(number)
+        rest = process.stdout.read()
     assert sorted(rest.splitlines()) == [f"[0] saved {int(number)}", f"[1] saved {int(number)}"]
-    assert gang.returncode == 0
+    assert process.returncode == 0
 
 
 def test_killed_launcher_leaves_nothing_behind(tmp_path):
     script = write(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [*LAUNCH, "--processes=1", "--", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gang:
-        assert gang.stdout is not None
-        child = int(gang.stdout.readline().split()[1])
-        gang.kill()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline().split()[1])
+        process.kill()
     deadline = time.monotonic() + 20
     while Path(f"/proc/{child}/cmdline").exists() and time.monotonic() < deadline:
         if not Path(f"/proc/{child}/cmdline").read_bytes():
@@ -235,7 +235,7 @@ def starts(tmp_path: Path, *words: str, restarts: int) -> tuple[int, int, str]:
     return result.returncode, int(count.read_text()), result.stderr
 
 
-def test_a_failed_gang_is_started_again(tmp_path: Path) -> None:
+def test_a_failed_group_is_started_again(tmp_path: Path) -> None:
     code, number, errors = starts(tmp_path, "9", "moves", "ends", restarts=5)
     assert (code, number) == (0, 3)
     assert errors.splitlines() == [
@@ -254,7 +254,7 @@ def test_a_mistake_an_alarm_and_a_stop_are_not_started_again(tmp_path: Path, cod
 
 
 def test_a_step_that_always_fails_is_given_up(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gang, "WAIT_S", 0.01)
+    monkeypatch.setattr(process_group, "WAIT_S", 0.01)
     code, number, errors = starts(tmp_path, "9", restarts=99)
-    assert (code, number) == (9, gang.SAME_STEP)
+    assert (code, number) == (9, process_group.SAME_STEP)
     assert "not started again: it failed 5 times in step 8" in errors

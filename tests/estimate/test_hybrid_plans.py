@@ -9,6 +9,7 @@ import pytest
 from test_planner import EVERY_AXIS, H200, WIDE, collectives
 from test_planner import tiny as tiny_config
 from tiny import HYBRID
+from tiny_models import described_models
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import load_config
@@ -21,7 +22,7 @@ from jaxrl_llm.estimate.traffic import of_update
 from jaxrl_llm.estimate.work import work_of
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
 from jaxrl_llm.kernels.mesh_split import MeshSplit
-from jaxrl_llm.launch.described_models import check_models
+from jaxrl_llm.plan.model_rules import check_hybrids
 
 HALVES = WIDE | HYBRID | {"num_hidden_layers": 4}  # a rule in every second layer
 
@@ -35,8 +36,9 @@ def test_the_search_tries_every_axis_and_nothing_that_is_refused():
     config = hybrid()
     meshes = list(_meshes(work_of(config), 8, 4))
     assert {axis for mesh in meshes for axis, size in mesh.sizes.items() if size > 1} == EVERY_AXIS
+    models = described_models(config)
     for mesh in meshes:
-        check_models(replace(config, mesh=mesh))
+        check_hybrids(replace(config, mesh=mesh), models)
 
 
 WHOLE = pytest.param(2, marks=pytest.mark.slow)

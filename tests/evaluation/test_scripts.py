@@ -3,7 +3,6 @@
 The model is a tiny one, and comes out of a real run of one step with every role there is.
 """
 
-import inspect
 import json
 import os
 import re
@@ -28,11 +27,11 @@ from jaxrl_llm.checkpoint.layout import find_checkpoint, find_model_path
 from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.evaluation.answering import open_model, read_prompt
 from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint, run_facts
-from jaxrl_llm.launch import commands, library
+from jaxrl_llm.launch.flags import PARSERS
+from jaxrl_llm.launch.main import run
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.trainer.loop import train
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 CONFIG = """
 from jaxrl_llm.config import *
 
@@ -98,9 +97,9 @@ def poison(tmp_path_factory) -> Path:
     return folder
 
 
-def run_script(name: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def jaxrl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPTS / name), *flags],
+        [sys.executable, "-m", "jaxrl_llm", *words],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -183,7 +182,7 @@ def test_the_chat_template_is_used_where_there_is_one(tmp_path):
 
 def test_generate_prints_the_answers_alone(checkpoint):
     flags = (f"--model={checkpoint}", "--prompt=1+2=", "--n=2", "--seed=3", "--max_new_tokens=3")
-    result = run_script("generate.py", *flags)
+    result = jaxrl("generate", *flags)
     assert result.returncode == 0, result.stderr
     model = open_model(find_model_path(str(checkpoint)))
     (expected,) = model.generate("1+2=", max_new_tokens=3, n=2, seed=3)
@@ -198,7 +197,7 @@ def test_evaluation_repeats_the_runs_validation(checkpoint, config_file, tmp_pat
     last = json.loads(rows[-1])
     output = tmp_path / "new" / "eval.json"
     flags = (f"--model={checkpoint}", f"--config={config_file}", f"--output={output}")
-    result = run_here(partial(commands.run, commands.evaluate, list(flags)), flags)
+    result = run_here(partial(run, "evaluate", flags), flags)
     assert result.returncode == 0, result.stderr
     report = json.loads(output.read_text())
     assert report["metrics"] == {name: x for name, x in last.items() if name.startswith("val-")}
@@ -217,7 +216,7 @@ def test_evaluation_on_a_file_writes_every_answer(checkpoint, config_file, tmp_p
     flags = (f"--model={checkpoint}", f"--config={config_file}", "--config.validation.n=4")
     flags += (f"--data={tmp_path / 'mine, too.jsonl'}", f"--answers={tmp_path / 'answers.jsonl'}")
     flags += ("--config.validation.temperature=1",)
-    result = run_here(partial(commands.run, commands.evaluate, list(flags)), flags)
+    result = run_here(partial(run, "evaluate", flags), flags)
     assert result.returncode == 0, result.stderr
     heads, values = (line.split("  ") for line in result.stdout.splitlines())
     found = [word.strip() for word in heads if word.strip()]
@@ -333,16 +332,14 @@ def test_an_export_overwrites_exports_only(checkpoint, exported, tmp_path):
     (copy / "config.json").write_text(json.dumps(stored))
     with pytest.raises(ConfigError, match="the model that the run began with"):
         export_checkpoint(copy / "checkpoints" / checkpoint.name, base)
-    with pytest.raises(ConfigError, match="output='': expected a path"):
-        library.export(checkpoint, "")
 
 
-def test_export_script_casts_and_splits(checkpoint, tmp_path):
+def test_an_export_casts_and_splits(checkpoint, tmp_path):
     out = tmp_path / "out"
     flags = (f"--output={out}", "--dtype=bfloat16", "--max_shard_bytes=20000")
-    # The script exports from one device, whatever the machine offers.
-    result = run_script(
-        "export_hf.py",
+    # It exports from one device, whatever the machine offers.
+    result = jaxrl(
+        "export",
         f"--model={checkpoint}",
         *flags,
         XLA_FLAGS="",
@@ -376,71 +373,69 @@ def test_where_a_checkpoint_is_found(tmp_path):
 
 
 MISTAKES = [
-    ("generate.py", ["--prompt=a"], "required: --model"),
-    ("generate.py", ["--model={run}"], "required: --prompt"),
-    ("generate.py", ["--model={run}x", "--prompt=a"], "there is no model"),
-    ("generate.py", ["--model={empty}", "--prompt=a"], "holds neither config.json"),
-    ("generate.py", ["--modle={run}"], "unknown flag --modle; did you mean '--model'?"),
-    ("generate.py", ["--config=a.py"], "unknown flag --config"),
-    ("generate.py", ["--temperature=hot"], "--temperature: invalid float value"),
-    ("generate.py", ["--chat=maybe"], "--chat: invalid choice: 'maybe'"),
-    ("generate.py", ["--model={run}", "--prompt=a", "--n=0"], "0: must be 1 or more"),
-    ("evaluate.py", ["--model={run}"], "--config=FILE is missing"),
-    ("evaluate.py", ["--config={config}"], "required: --model"),
-    ("evaluate.py", ["--model={run}", "--config={config}x"], "did you mean"),
-    ("evaluate.py", ["--model={run}", "--config={config}", "--output={run}"], "is a folder"),
+    ("generate", ["--prompt=a"], "required: --model"),
+    ("generate", ["--model={run}"], "one of the arguments --prompt --prompts is required"),
+    ("generate", ["--model={run}x", "--prompt=a"], "there is no model"),
+    ("generate", ["--model={empty}", "--prompt=a"], "holds neither config.json"),
+    ("generate", ["--modle={run}"], "unknown flag --modle; did you mean '--model'?"),
+    ("generate", ["--config=a.py"], "unknown flag --config"),
+    ("generate", ["--temperature=hot"], "--temperature: invalid float value"),
+    ("generate", ["--chat=maybe"], "--chat: invalid choice: 'maybe'"),
+    ("generate", ["--model={run}", "--prompt=a", "--n=0"], "0: must be 1 or more"),
+    ("evaluate", ["--model={run}"], "--config=FILE is missing"),
+    ("evaluate", ["--config={config}"], "required: --model"),
+    ("evaluate", ["--model={run}", "--config={config}x"], "did you mean"),
+    ("evaluate", ["--model={run}", "--config={config}", "--output={run}"], "is a folder"),
     (
-        "evaluate.py",
+        "evaluate",
         ["--model={run}", "--config={config}", "--config.validation.tempreture=1"],
         "did you mean 'config.validation.temperature'?",
     ),
     (
-        "evaluate.py",
+        "evaluate",
         ["--model={run}", "--config={config}", "--config.data.val_tasks=[]"],
         "no validation data",
     ),
-    ("export_hf.py", ["--model={run}"], "required: --output"),
-    ("export_hf.py", ["--model={run}x", "--output=o"], "there is no checkpoint"),
-    ("export_hf.py", ["--model={empty}", "--output=o"], "holds no checkpoint"),
-    ("export_hf.py", ["--model={run}", "--output={config}"], "is a file"),
-    ("export_hf.py", ["--role=policy"], "--role: invalid choice: 'policy'"),
+    ("export", ["--model={run}"], "required: --output"),
+    ("export", ["--model={run}x", "--output=o"], "there is no checkpoint"),
+    ("export", ["--model={empty}", "--output=o"], "holds no checkpoint"),
+    ("export", ["--model={run}", "--output={config}"], "files cannot be made in"),
+    ("export", ["--role=policy"], "--role: invalid choice: 'policy'"),
 ]
 
-HELP = ("generate.py", "evaluate.py", "export_hf.py")
+HELP = ("generate", "evaluate", "export")
 
 # Runs all commands and prints [exit code, stdout, stderr, seconds] of each as JSON.
 # The first has the start of the process in its time.
 IN_ONE_PROCESS = """
-import contextlib, io, json, os, runpy, sys, time
+import contextlib, io, json, sys, time
+from jaxrl_llm.launch.main import main
 
-start, found = float(sys.argv[1]), []
-for script, *flags in json.loads(sys.argv[2]):
-    sys.argv = [script, *flags]
+start, ends = float(sys.argv[1]), []
+for words in json.loads(sys.argv[2]):
+    sys.argv = ["jaxrl", *words]
     output, errors, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            runpy.run_path(script, run_name="__main__")
+            main()
         except SystemExit as ended:
             code = ended.code
-    found.append([code, output.getvalue(), errors.getvalue(), time.time() - start])
+    ends.append([code, output.getvalue(), errors.getvalue(), time.time() - start])
     start = time.time()
-print(json.dumps(found))
+print(json.dumps(ends))
 """
 
 
 @pytest.fixture(scope="module")
 def without_jax(checkpoint, config_file, poison, tmp_path_factory) -> list[list]:
-    """What each of MISTAKES, then --help of each script ended with, where jax is not imported."""
+    """What each of MISTAKES, then --help of each command ended with, where jax is not imported."""
     empty = tmp_path_factory.mktemp("empty")
     names = {"run": checkpoint.parent.parent, "config": config_file, "empty": empty}
-    commands = [
-        [str(SCRIPTS / script), *(f.format(**names) for f in flags)]
-        for script, flags, _ in MISTAKES
-    ]
-    commands += [[str(SCRIPTS / script), "--help"] for script in HELP]
+    commands = [[name, *(f.format(**names) for f in flags)] for name, flags, _ in MISTAKES]
+    commands += [[name, "--help"] for name in HELP]
     result = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS, str(time.time()), json.dumps(commands)],
-        env={**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{poison}"},
+        env={**os.environ, "PYTHONPATH": str(poison)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -459,16 +454,15 @@ def test_mistakes_end_fast_without_jax_or_traceback(number, without_jax):
     assert output == ""
 
 
-@pytest.mark.parametrize("script", HELP)
-def test_help_is_the_docstring(script, without_jax):
-    code, output, _, _ = without_jax[len(MISTAKES) + HELP.index(script)]
+@pytest.mark.parametrize("name", HELP)
+def test_help_has_the_flags_and_the_keys_of_a_config(name, without_jax):
+    code, output, _, _ = without_jax[len(MISTAKES) + HELP.index(name)]
     assert code == 0
-    name = script.removesuffix(".py").removesuffix("_hf")
-    docstring = inspect.getdoc(commands.COMMANDS[name])
-    assert docstring is not None and "Flags:" in docstring
+    parser = PARSERS[name]
     flags, keys, _ = output.partition("\n\nConfig keys, as ")
-    assert flags.rstrip("\n") == docstring
-    assert bool(keys) == (name in commands.TAKES_CONFIG)
+    assert flags.startswith(f"{parser.description}\n") and f"jaxrl {name} --model=PATH" in flags
+    assert all(f"\n  {flag}" in flags for flag in ("--model=PATH  ", "-h, --help  "))
+    assert bool(keys) == parser.takes_config
 
 
 def test_a_role_that_is_not_there_is_named(checkpoint, tmp_path):

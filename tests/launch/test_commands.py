@@ -16,8 +16,10 @@ import jaxrl_llm as rl
 from jaxrl_llm import config as c
 from jaxrl_llm.checkpoint.layout import find_model_path
 from jaxrl_llm.config import Config, ConfigError, load_config
-from jaxrl_llm.launch.commands import COMMANDS, main, versions
+from jaxrl_llm.launch.commands import COMMANDS, versions
 from jaxrl_llm.launch.dry_run import dry_run
+from jaxrl_llm.launch.flags import PARSERS
+from jaxrl_llm.launch.main import main
 from jaxrl_llm.trainer.output import RunTotals, Summary, summary_lines
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +47,13 @@ def test_help_lists_the_commands_and_their_flags():
     result = jaxrl()
     assert result.returncode == 0
     assert all(f"jaxrl {name} " in result.stdout for name in COMMANDS)
+    assert {name.split()[0] for name in PARSERS} == set(COMMANDS)
     shown = jaxrl("train", "--help").stdout
     assert "--devices=N" in shown and "--dry_run" in shown
     assert re.search(r"\n  rollout\.n  integer ≥ 1; default 1; samples a prompt\n", shown)
     assert "\nalgorithm = grpo: " in shown
     assert "config keys" not in jaxrl("verify", "--help").stdout.lower()
+    assert "--experts=N" in jaxrl("prepare", "upcycle", "--help").stdout
 
 
 def test_version_is_quick_and_asks_no_device():

@@ -1,14 +1,65 @@
-"""How a command ends: Ctrl-C while it imports, and a reader of its output that ends before it."""
+"""How a command ends: exit codes, Ctrl-C while it imports, a reader that ends before it."""
 
 import os
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from jaxrl_llm.launch import main as entry
-from jaxrl_llm.launch.runtime import UNREAD, run_script
+from jaxrl_llm.algorithms.kl import kl_penalty
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.launch import interrupts
+from jaxrl_llm.launch.exits import UNREAD
+from jaxrl_llm.launch.main import run
+
+
+def ended(work, capsys, *argv: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        run(work, argv)
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_exit_codes(capsys):
+    assert ended(lambda argv: None, capsys) == (0, "")
+    assert ended(lambda argv: len(argv), capsys, "a", "b", "c") == (3, "")
+
+    def mistake(argv):
+        raise ConfigError("write 3")
+
+    assert ended(mistake, capsys) == (2, "error: write 3\n")
+
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    assert ended(interrupted, capsys) == (130, "interrupted\n")
+
+
+def test_our_own_value_errors_need_no_traceback(capsys):
+    code, message = ended(lambda argv: kl_penalty("k5"), capsys)
+    assert code == 2
+    assert "error: no KL estimator 'k5'" in message
+
+
+def test_other_value_errors_keep_their_traceback():
+    with pytest.raises(ValueError, match="reshape"):
+        run(lambda argv: np.zeros(3).reshape(2).size, [])
+    with pytest.raises(ValueError, match="a bug"):
+        run(bug, [])
+
+
+def bug(argv):
+    raise ValueError("a bug, in a file that is not the package's")
+
+
+def test_help_prints_the_docstring(tmp_path):
+    script = tmp_path / "tool.py"
+    script.write_text('"""What it does."""\nfrom jaxrl_llm.launch.main import run\nrun(print)\n')
+    command = [sys.executable, str(script), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "What it does.\n")
+
 
 # Ctrl-C when a module is imported, from within a callback whose errors Python drops.
 INTERRUPTED_IMPORT = """
@@ -48,8 +99,8 @@ def test_ctrl_c_in_a_program_waits_for_the_imports():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            with entry.imports():
-                with entry.imports():
+            with interrupts.imports():
+                with interrupts.imports():
                     os.kill(os.getpid(), signal.SIGINT)
                 done.append("import")
         assert done == ["import"]
@@ -60,8 +111,8 @@ def test_ctrl_c_in_a_program_waits_for_the_imports():
 
 WRITES = """
 import sys
+from jaxrl_llm.launch.main import run
 from jaxrl_llm.launch.pipes import outlive_readers
-from jaxrl_llm.launch.runtime import run_script
 
 def writes(arguments):
     if arguments:
@@ -72,7 +123,7 @@ def writes(arguments):
     for file in arguments:
         open(file, "w").close()
 
-run_script(writes)
+run(writes)
 """
 
 
@@ -122,7 +173,7 @@ def test_another_broken_pipe_keeps_its_traceback():
             os.close(writing)
 
     with pytest.raises(BrokenPipeError):
-        run_script(broken, [])
+        run(broken, [])
 
 
 CLOSED = """
@@ -133,7 +184,7 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
 REPORTS = """
 import os, sys
 from jaxrl_llm.launch import main
-main._begin()
+main._open_standard_streams()
 file = open(sys.argv[1], "w")
 os.write(2, b"a line of XLA")
 print("text", sys.stdin.read())

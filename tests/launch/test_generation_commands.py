@@ -81,9 +81,8 @@ def test_parquet_and_no_logprobs(folder, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt=a", "--prompts=b"], "required: --prompt=TEXT, or --prompts=FILE"),
+        (["--prompt=a", "--prompts=b"], "--prompts: not allowed with argument --prompt"),
         (["--prompts={rows}"], "belong together"),
-        (["--prompt=1", "--prompt=2"], "--prompt is given twice; --prompts=FILE"),
         (
             ["--prompt=a", "--temperature=nan"],
             "--temperature=nan: must be a finite number",

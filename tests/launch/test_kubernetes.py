@@ -6,7 +6,8 @@ import pytest
 import yaml
 from tiny_run import REPOSITORY
 
-from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID, USER_ERROR
+from jaxrl_llm.launch.exits import USER_ERROR
+from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 
 @pytest.fixture

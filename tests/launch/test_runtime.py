@@ -1,4 +1,4 @@
-"""Errors to exit codes, devices and processes, the compile cache, guards and the counter."""
+"""Devices and processes, the compile cache."""
 
 import os
 import subprocess
@@ -6,60 +6,11 @@ import sys
 import threading
 
 import jax
-import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.kl import kl_penalty
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.launch import runtime
-
-
-def run(main, capsys, *argv: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as caught:
-        runtime.run_script(main, argv)
-    return caught.value.code, capsys.readouterr().err
-
-
-def test_exit_codes(capsys):
-    assert run(lambda argv: None, capsys) == (0, "")
-    assert run(lambda argv: len(argv), capsys, "a", "b", "c") == (3, "")
-
-    def mistake(argv):
-        raise ConfigError("write 3")
-
-    assert run(mistake, capsys) == (2, "error: write 3\n")
-
-    def interrupted(argv):
-        raise KeyboardInterrupt
-
-    assert run(interrupted, capsys) == (130, "interrupted\n")
-
-
-def test_our_own_value_errors_need_no_traceback(capsys):
-    code, message = run(lambda argv: kl_penalty("k5"), capsys)
-    assert code == 2
-    assert "error: no KL estimator 'k5'" in message
-
-
-def test_other_value_errors_keep_their_traceback():
-    with pytest.raises(ValueError, match="reshape"):
-        runtime.run_script(lambda argv: np.zeros(3).reshape(2).size, [])
-    with pytest.raises(ValueError, match="a bug"):
-        runtime.run_script(broken, [])
-
-
-def broken(argv):
-    raise ValueError("a bug, in a file that is not the package's")
-
-
-def test_help_prints_the_docstring(tmp_path):
-    script = tmp_path / "tool.py"
-    script.write_text(
-        '"""What it does."""\nfrom jaxrl_llm.launch.runtime import run_script\nrun_script(print)\n'
-    )
-    command = [sys.executable, str(script), "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout) == (0, "What it does.\n")
+from jaxrl_llm.launch.host_memory import host_memory
 
 
 def test_mesh_larger_than_the_cpu_names_the_flag():
@@ -126,12 +77,12 @@ def test_devices_flag_splits_the_cpu_which_keeps_what_is_freed():
 
 
 def test_memory_of_a_container(tmp_path):
-    machine = runtime.host_memory(())
+    machine = host_memory(())
     assert machine > 2**28
     for given, expected in (("max", machine), ("1048576", 2**20), (str(2**62), machine)):
         (tmp_path / "memory.max").write_text(given + "\n")
         limits = (tmp_path / "memory.max", tmp_path / "missing")
-        assert runtime.host_memory(limits) == expected
+        assert host_memory(limits) == expected
 
 
 def test_half_a_set_of_process_variables_is_refused():

@@ -6,9 +6,17 @@ from dataclasses import replace
 import pytest
 from tiny import HYBRID, MODEL
 from tiny_iteration import open_iteration, tiny_config
+from tiny_models import described_models
 
-from jaxrl_llm.config import ConfigError, MeshConfig, load_config
-from jaxrl_llm.launch.described_models import check_models
+from jaxrl_llm.config import Config, ConfigError, MeshConfig, load_config
+from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.lora_targets import chosen_modules
+from jaxrl_llm.plan.model_rules import check_hybrids
+
+
+def check(config: Config) -> None:
+    check_hybrids(config, described_models(config))
+
 
 OF_ACTOR = {f"actor.hf_config.{key}": value for key, value in (MODEL | HYBRID).items()}
 
@@ -44,27 +52,28 @@ EIGHT_LAYERS = {f"{role}.hf_config.num_hidden_layers": 8 for role in ("actor", "
 )
 def test_what_a_hybrid_model_refuses(changes, message):
     config = load_config("grpo", OF_ACTOR | changes)
-    with pytest.raises(ConfigError, match=message):
-        check_models(config)
+    with pytest.raises(ValueError, match=message):
+        check(config)
 
 
 def test_a_teacher_is_in_no_layout_of_generation():
     of_teacher = {f"teacher.hf_config.{key}": value for key, value in (MODEL | HYBRID).items()}
     own = {"mesh.fsdp": 4, "mesh.tensor": 4, "mesh.generation.tensor": 4, "actor.tensor": 1}
     config = load_config("distillation", of_teacher | own | {"teacher.tensor": 2})
-    check_models(config)
+    check(config)
     with pytest.raises(ConfigError, match="teacher.tensor=4 with 2 key heads"):
-        check_models(load_config(config, {"teacher.tensor": 4}))
+        check(load_config(config, {"teacher.tensor": 4}))
 
 
 @pytest.mark.parametrize("target", ["in_proj_z", "in_proj_zz"])
 def test_projections_of_the_rule_have_adapters(target):
-    config = load_config("grpo", OF_ACTOR | {"actor.lora.rank": 2, "actor.lora.targets": [target]})
+    model = described_models(load_config("grpo", OF_ACTOR))["actor"]
+    tensors = [tensor.name for tensor in hf_names(model, "causal_lm").values()]
     if target == "in_proj_z":
-        check_models(config)
+        assert chosen_modules((target,), tensors)
     else:
-        with pytest.raises(ConfigError, match="no module is called 'in_proj_zz'.*in_proj_qkv"):
-            check_models(config)
+        with pytest.raises(ValueError, match="no module is called 'in_proj_zz'.*in_proj_qkv"):
+            chosen_modules((target,), tensors)
 
 
 def test_the_plan_asks_again():

@@ -93,7 +93,7 @@ def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, cap
     with count_compilations() as counter:
 
         def counted(self):
-            if self.listeners:  # a step of the run, not of its warm-up
+            if self.clock is not None:  # a step of the run, not of its warm-up
                 # What the step before, its validation and save compiled.
                 counts.append(counter.count)
             return begin_step(self)
@@ -261,7 +261,7 @@ import time
 import jax, numpy as np
 from test_program import INPUT_FIELDS, Program, RolloutBatch, device_stage, make_mesh, segments
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.launch.runtime import run_script
+from jaxrl_llm.launch.main import run
 from jaxrl_llm.program import ahead
 
 def main(_):
@@ -275,7 +275,7 @@ def main(_):
     one.compile_ahead({}, RolloutBatch(**dict.fromkeys(INPUT_FIELDS, rows)))
     raise ERROR("no such weights")
 
-run_script(main, [])
+run(main, [])
 """
 
 

@@ -140,6 +140,41 @@ def test_the_list_of_the_readme_goes_up():
     assert not found, "\n".join(found)
 
 
+def circle(files: dict[str, set[str]]) -> list[str]:
+    """A circle of files that import each other; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return []
+        for target in sorted(files.get(name, ())):
+            if found := walk(target, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next(filter(None, (walk(name, []) for name in sorted(files))), [])
+
+
+def test_files_import_in_no_circle():
+    """Imports inside functions count too."""
+    names = {module_name(file) for file in sources()}
+    files: dict[str, set[str]] = {}
+    for file in sources():
+        module, is_package = module_name(file), file.name == "__init__.py"
+        tree = ast.parse(file.read_text())
+        files[module] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                files[module] |= {f"{node.module}.{alias.name}" for alias in node.names}
+        files[module] |= {target for _, target in imported_modules(tree, module, is_package)}
+        files[module] = (files[module] & names) - {module, "jaxrl_llm"}
+    assert circle(files) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
 def test_the_bottom_needs_no_jax():
     """A bad config is answered before jax is imported: the files that do so never import it."""
     package = ROOT / "jaxrl_llm"

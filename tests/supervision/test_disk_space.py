@@ -12,7 +12,7 @@ from in_process import run_here
 from tiny_run import TinyRun
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.launch import commands
+from jaxrl_llm.launch.main import run as run_command
 from jaxrl_llm.supervision import disk_space
 from jaxrl_llm.supervision.signals import EndedAtOnce, stop_requests
 
@@ -103,4 +103,4 @@ def test_a_run_on_a_full_disk_is_refused_and_one_that_fills_it_waits(small_disk,
         assert process.wait(120) == 0, log.read_text()
     assert "the run goes on" in log.read_text()
     words = [str(small_disk / "run")]
-    assert run_here(partial(commands.run, commands.verify, words), words).returncode == 0
+    assert run_here(partial(run_command, "verify", words), words).returncode == 0

@@ -330,6 +330,7 @@ import jax
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.launch import runtime
+from jaxrl_llm.launch.main import run
 from jaxrl_llm.supervision.run_folder import open_run_folder
 
 def main(argv):
@@ -346,7 +347,7 @@ def main(argv):
     with open_run_folder(config):
         return 0
 
-runtime.run_script(main)
+run(main)
 """
 
 

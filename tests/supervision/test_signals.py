@@ -18,7 +18,7 @@ from jaxrl_llm.supervision.signals import stop_requests
 PROGRAM = """
 import sys, threading, time
 from pathlib import Path
-from jaxrl_llm.launch.runtime import run_script
+from jaxrl_llm.launch.main import run
 from jaxrl_llm.supervision.signals import host_work, stop_requests
 
 folder, kind = Path(sys.argv[1]), sys.argv[2]
@@ -36,7 +36,7 @@ def main(argv):
                 (folder / "saved").write_text(str(step))
                 return 130
 
-run_script(main)
+run(main)
 """
 
 

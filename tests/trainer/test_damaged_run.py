@@ -10,7 +10,7 @@ import pytest
 from in_process import run_here
 from tiny_run import REPOSITORY, TOTAL_STEPS, TinyRun, assert_same_bits
 
-from jaxrl_llm.launch import commands
+from jaxrl_llm.launch.main import run as run_command
 
 pytestmark = pytest.mark.ci
 
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: TinyRun, tmp_path: Path) -> N
     again = copied(run, tmp_path)
     file = damage(again.step_path(TOTAL_STEPS))
     flags = [f"--model={again.run_dir}", f"--output={tmp_path / 'export'}"]
-    found = run_here(partial(commands.run, commands.export, flags), flags)
+    found = run_here(partial(run_command, "export", flags), flags)
     assert found.returncode == 2, found.stderr
     assert f"global_step_{TOTAL_STEPS} is damaged: {file} has other bytes" in found.stderr
     assert "Traceback" not in found.stderr
@@ -143,7 +143,7 @@ def test_verify_says_where_no_checkpoint_is(tmp_path: Path, folder: str) -> None
 
 
 def verified(folder: Path) -> subprocess.CompletedProcess[str]:
-    return run_here(partial(commands.run, commands.verify, [str(folder)]), [str(folder)])
+    return run_here(partial(run_command, "verify", [str(folder)]), [str(folder)])
 
 
 def test_verify_is_a_script(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A gang: the processes of one run, which start and end together and are started again.
+"""The processes of one run, which start and end together and are started again.
 
 launch/local.py and launch/ray.py say where the processes run. This file says what follows from
 their output, their exit codes and the signals that the launcher gets.
@@ -19,13 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
-from jaxrl_llm.launch.runtime import (
-    ALARMED,
-    COORDINATOR,
-    INTERRUPTED,
-    NUM_PROCESSES,
-    USER_ERROR,
-)
+from jaxrl_llm.launch.exits import ALARMED, INTERRUPTED, USER_ERROR
+from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES
 from jaxrl_llm.supervision.deadline import STARTED
 from jaxrl_llm.supervision.signals import STOP_SIGNALS, leave_closed_terminals, send_to_null
 
@@ -48,7 +43,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-class Gang(Protocol):
+class ProcessGroup(Protocol):
     """The processes of one start, in the order of their ranks."""
 
     def codes(self) -> list[int | None]:
@@ -92,7 +87,9 @@ class Output:
                 send_to_null(target.fileno())
 
 
-Start = Callable[[Output, Sequence[int]], Gang]  # the second are the signals received so far
+Start = Callable[
+    [Output, Sequence[int]], ProcessGroup
+]  # the second are the signals received so far
 
 
 def read_arguments(
@@ -115,7 +112,7 @@ def read_arguments(
 
 
 def run_again(start: Start, restarts: int) -> int:
-    """Run the gang that `start` makes, again after a failure; returns the last exit code.
+    """Run the processes that `start` starts, again after a failure; returns the last exit code.
 
     It is not started again after a mistake of the user, after a signal that asked it to end, or
     after `restarts` times. SAME_STEP failures in a row after the same step also end it.
@@ -179,23 +176,23 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def _run(start: Start, output: Output, received: Sequence[int]) -> int:
-    """Run one gang; returns 0, or the exit code of the first failure.
+    """Run the processes once; returns 0, or the exit code of the first failure.
 
     A process that signal n ended counts as 128 + n, as in a shell.
     """
     try:
-        gang = start(output, received)
+        group = start(output, received)
     except NotStarted as error:
         _say(str(error))
         return INTERRUPTED if received else error.code
     try:
-        code = _wait(gang, received)
+        code = _wait(group, received)
     finally:
-        gang.close()
+        group.close()
     return code if code >= 0 else 128 - code
 
 
-def _wait(gang: Gang, received: Sequence[int]) -> int:
+def _wait(group: ProcessGroup, received: Sequence[int]) -> int:
     """Wait for all processes. After the first failure, end the others and return its code.
 
     A signal that the launcher gets is passed on to all; a second one kills them.
@@ -204,18 +201,18 @@ def _wait(gang: Gang, received: Sequence[int]) -> int:
     deadline = float("inf")
     while True:
         for number in received[passed_on:]:
-            gang.signal(signal.SIGKILL if passed_on else number)
+            group.signal(signal.SIGKILL if passed_on else number)
             passed_on += 1
-        codes = gang.codes()
+        codes = group.codes()
         if not first_failure and any(codes):
             first_failure = next(code for code in codes if code)
             if not received:  # after a signal the others are already ending and may be saving
-                gang.signal(signal.SIGTERM)
+                group.signal(signal.SIGTERM)
                 deadline = time.monotonic() + GRACE_S
         if None not in codes:
             return first_failure
         if time.monotonic() > deadline:
-            gang.signal(signal.SIGKILL)
+            group.signal(signal.SIGKILL)
         time.sleep(POLL_S)
 
 
@@ -225,7 +222,7 @@ def _wait(gang: Gang, received: Sequence[int]) -> int:
 def shared_environment(
     environment: Mapping[str, str], coordinator: str, processes: int
 ) -> dict[str, str]:
-    """`environment` for all processes of a gang whose process 0 listens at `coordinator`."""
+    """`environment` for all processes of a group whose process 0 listens at `coordinator`."""
     # A number of CPU devices in XLA_FLAGS would override ours.
     flags = environment.get("XLA_FLAGS", "")
     flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", flags).strip()

@@ -1,0 +1,109 @@
+"""What an error of a command becomes: one message and an exit code, or its traceback."""
+
+import linecache
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from jaxrl_llm.config import ConfigError, UnknownKeyError
+from jaxrl_llm.launch import pipes
+
+USER_ERROR = 2
+ALARMED = 3  # an alarm ended the run; it saved its last step
+INTERRUPTED = 128 + signal.SIGINT
+UNREAD = 128 + signal.SIGPIPE  # the reader of the output has ended
+TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
+
+
+def exit_with(error: BaseException, arguments: Sequence[str]) -> None:
+    """Exit as `error` asks for; return where Python should show its traceback.
+
+    A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
+    message on stderr and exit code 2. Ctrl-C exits with 130. One of several processes then waits
+    TOGETHER_S for the others. Where the reader of the output has ended, the code is 141. Another
+    error of one of several processes ends it at once, with its traceback. No error waits for
+    programs that are compiled ahead.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        print(str(error) or "interrupted", file=sys.stderr)
+        _end_together(INTERRUPTED)
+    if isinstance(error, ValueError) and is_for_user(error):
+        print(f"error: {_message(error, arguments)}", file=sys.stderr)
+        _end_together(USER_ERROR)
+    if isinstance(error, BrokenPipeError) and pipes.broken():
+        pipes.leave_broken()
+        _end_together(UNREAD)
+    if _is_one_of_several() or _compiles():
+        traceback.print_exception(error)
+        _leave(1)
+
+
+def is_for_user(error: ValueError) -> bool:
+    """Whether the message alone tells the user what to do, without a traceback.
+
+    True for a ConfigError, and for a ValueError from a `raise` statement of this package, because
+    these name the remedy. False for one that numpy or jax raised.
+    """
+    if isinstance(error, ConfigError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    file = Path(frames[-1].filename).resolve()
+    source = linecache.getline(str(file), frames[-1].lineno or 0).strip()
+    root = Path(__file__).resolve().parents[2]
+    folders = [root / name for name in ("jaxrl_llm", "models", "scripts", "configs")]
+    return source.startswith("raise ") and any(file.is_relative_to(folder) for folder in folders)
+
+
+def _message(error: ValueError, arguments: Sequence[str]) -> str:
+    """The message; of a key that is unknown here and known to verl, also what it is here."""
+    if not isinstance(error, UnknownKeyError):
+        return str(error)
+    from jaxrl_llm.convert.verl_command import CONVERTS, counterpart
+
+    note = counterpart(error.key, error.value)
+    has_prefix = any(word.startswith(f"--config.{error.key}") for word in arguments)
+    if note and not has_prefix and CONVERTS not in note:  # the words of a command of verl
+        note = f"{note}; {CONVERTS}"
+    return f"{error}\n{note}" if note else str(error)
+
+
+def _end_together(code: int) -> NoReturn:
+    """Exit with `code`, after the others of several processes where these end as well.
+
+    jax waits for them for five minutes, and they may be waiting for this process.
+    """
+    if _is_one_of_several():
+        leaving = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(TOGETHER_S)
+        if leaving.is_alive():
+            _leave(code)
+    if _compiles():
+        _leave(code)
+    sys.exit(code)
+
+
+def _is_one_of_several() -> bool:
+    """Whether jax waits at the exit for other processes, and these for this one."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def _compiles() -> bool:
+    """Whether Python would wait at the exit for programs, up to minutes."""
+    ahead = sys.modules.get("jaxrl_llm.program.ahead")
+    return ahead is not None and ahead.compiles_ahead()
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

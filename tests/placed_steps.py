@@ -59,7 +59,7 @@ def main(folder: str, placement: str, number: str) -> None:
 
     config = small_config(json.loads(placement))
     meshes = open_meshes(config, load_tokenizer("char"))
-    iteration = open_iteration(config, meshes.pop("actor"), own_meshes=meshes)
+    iteration = open_iteration(config, meshes.pop("actor"), role_meshes=meshes)
     states, steps = first_states(iteration), []
     for step in range(1, int(number) + 1):
         batch = make_global(prompts(config), batch_sharding(iteration.mesh))

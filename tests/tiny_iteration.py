@@ -24,9 +24,9 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.online import Iteration, plan_iteration
+from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.plan.plan import Phase
 from jaxrl_llm.plan.scores import ArrayReward
-from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.types import RolloutBatch
@@ -93,12 +93,14 @@ def open_iteration(
     config: Config,
     mesh: Mesh | None = None,
     reward: Callable[..., np.ndarray] = even_tokens,
-    own_meshes: Mapping[str, Mesh] | None = None,
-) -> Iteration:
+    role_meshes: Mapping[str, Mesh] | None = None,
+) -> Phase:
     """The planned programs of `config`, by default on one device; roles on meshes of their own."""
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     host = None if config.reward.model is not None else ArrayReward(reward)
-    return plan_iteration(config, load_tokenizer("char"), mesh, host, own_meshes=own_meshes)
+    tokenizer = load_tokenizer("char")
+    (phase,) = plan_online(config, tokenizer, mesh, host, role_meshes=role_meshes).phases
+    return phase
 
 
 def random_params(shapes: Any, seed: int, scale: float = 0.3) -> Any:
@@ -109,9 +111,9 @@ def random_params(shapes: Any, seed: int, scale: float = 0.3) -> Any:
     )
 
 
-def first_states(iteration: Iteration, scale: float = 0.3) -> States:
+def first_states(iteration: Phase, scale: float = 0.3) -> States:
     """Every role with random weights of its own; the reference is close to the actor."""
-    states: States = {KL_CONTROLLER: iteration.controller_state()}
+    states = iteration.controller_state()
     for name, role in iteration.roles.items():
         shapes = role.spec.learned
         seed = len(name) if name != "reference" else len("actor")
@@ -137,7 +139,7 @@ def prompts(config: Config) -> RolloutBatch:
 
 
 def run_step(
-    iteration: Iteration, states: States, step: int
+    iteration: Phase, states: States, step: int
 ) -> tuple[States, RolloutBatch, dict[str, Any]]:
     """One iteration: new states, the whole batch and the metrics in numpy."""
     batch = make_global(prompts(iteration.config), batch_sharding(iteration.mesh))

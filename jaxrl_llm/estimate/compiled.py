@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.config import Config, is_offline
+from jaxrl_llm.config import Config
 from jaxrl_llm.config.placement import on_one_group
 from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.distributed.communication import (
@@ -32,8 +32,7 @@ from jaxrl_llm.estimate.traffic import GATHERED, LATENCY, Traffic
 from jaxrl_llm.estimate.work import Work
 from jaxrl_llm.kernels.hopper import compiling_for_hopper
 from jaxrl_llm.plan.models import find_tokenizer
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.plan.planning import plan_run
 from jaxrl_llm.plan.scores import planned_reward
 
 
@@ -66,15 +65,9 @@ class RealPrograms:
         own_sizes = (config.actor.tensor, config.critic.tensor)
         self.mesh = mesh_of(config.mesh, sorted(kv_heads), own_sizes, devices)
         tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
-        if is_offline(config):
-            plan = plan_offline(config, tokenizer, self.mesh)
-            self.states: dict[str, Any] = plan.abstract_states({})
-            self.program, self._batch = plan.program, plan.abstract_batch()
-        else:
-            reward = planned_reward(config)
-            iteration = plan_online(config, tokenizer, self.mesh, reward).iterations[-1]
-            self.states = iteration.abstract_states()
-            self.program, self._batch = iteration.program, iteration.abstract_batch()
+        phase = plan_run(config, tokenizer, self.mesh, planned_reward(config)).phases[-1]
+        self.states: dict[str, Any] = phase.abstract_states()
+        self.program, self._batch = phase.program, phase.batch
 
     @property
     def stages(self) -> list[str]:

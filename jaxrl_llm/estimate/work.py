@@ -16,16 +16,18 @@ from jaxrl_llm.config import (
     CriticConfig,
     MeshConfig,
     ModelSettings,
-    is_offline,
 )
 from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.layers import FROZEN
+from jaxrl_llm.plan.dataflow import OFFLINE
 from jaxrl_llm.plan.models import base_settings, find_tokenizer
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.plan import Plan
+from jaxrl_llm.plan.planning import plan_run
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
 from jaxrl_llm.plan.scores import planned_reward
+from jaxrl_llm.plan.stages import ModelStage, Update
+from jaxrl_llm.program.stage import Stage
 
 Does = Literal["generate", "pass", "update"]
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -154,11 +156,13 @@ def work_of(
 
     Raises: ConfigError or ValueError for a config that no run takes.
     """
-    planned = _planned_on_one(config)
+    plan = _planned_on_one(config)
+    stages = plan.phases[-1].stages
     settings: dict[str, Any] = {
         "actor": config.actor,
         "critic": config.critic,
-        "reward": config.reward.model or config.actor,
+        # Offline, a reward model learns with the settings of the actor.
+        "reward": config.actor if plan.learner.name == "reward" else config.reward.model,
         "teacher": config.teacher,
         **{model.name: model for model in config.models},
     }
@@ -170,26 +174,19 @@ def work_of(
     settings |= {"reference": frozen, BASE: base_settings(config.actor)}
     settings[CRITIC_BASE] = base_settings(config.critic)
     roles: dict[str, Any] = {
-        stage.role: stage.model for stage in planned.stages if hasattr(stage, "model")
+        stage.role: stage.model for stage in stages if isinstance(stage, ModelStage)
     }
-    bases = planned.bases if is_offline(config) else planned.roles
-    roles |= {role.base: bases[role.base] for role in roles.values() if role.base}
+    roles |= {role.base: plan.roles[role.base] for role in roles.values() if role.base}
     rows = dict.fromkeys(roles, config.actor) | {"critic": config.critic}
     models = {name: _model(name, role, settings[name], rows[name]) for name, role in roles.items()}
-    if is_offline(config):
-        # The one that learns has the settings of the actor, also where it is a reward model.
-        models = {
-            name: replace(model, settings=config.actor) if model.learns else model
-            for name, model in models.items()
-        }
     return Work(
         config=config,
         name=config.name,
         models=models,
-        jobs=tuple(_jobs(config, planned.stages)),
+        jobs=tuple(_jobs(stages)),
         samples=samples_of(
             config,
-            _samples_of_a_prompt(config, planned),
+            _samples_of_a_prompt(plan),
             prompt_tokens=prompt_tokens,
             response_tokens=response_tokens,
             lengths=lengths,
@@ -219,50 +216,36 @@ def _model(
     )
 
 
-def _planned_on_one(config: Config) -> Any:
+def _planned_on_one(config: Config) -> Plan:
     """The plan of `config` on one device: the same roles and stages as on any mesh."""
-    alone = replace(config, mesh=MeshConfig(), placement={}, node_groups={})
-    models = {"actor": replace(alone.actor, tensor=0), "critic": replace(alone.critic, tensor=0)}
-    alone = replace(alone, **models)
+    on_one = replace(config, mesh=MeshConfig(), placement={}, node_groups={})
+    models = {"actor": replace(on_one.actor, tensor=0), "critic": replace(on_one.critic, tensor=0)}
+    on_one = replace(on_one, **models)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     # Not by `make_mesh`, which asks that several processes use all devices.
     device = np.asarray(jax.local_devices()[:1]).reshape([1] * len(AXES))
     mesh = Mesh(device, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    if is_offline(config):
-        return plan_offline(alone, tokenizer, mesh)
-    return plan_iteration(alone, tokenizer, mesh, planned_reward(config))
+    return plan_run(on_one, tokenizer, mesh, planned_reward(config))
 
 
-def _jobs(config: Config, stages: Sequence[Any]) -> list[Job]:
-    found = []
-    samples = config.data.train_batch_size
-    mini_batches = 1 if is_offline(config) else samples // config.actor.ppo_mini_batch_size
+def _jobs(stages: Sequence[Stage]) -> list[Job]:
+    jobs = []
     for stage in stages:
-        if not hasattr(stage, "model"):
-            continue
-        does: Does = "pass"
-        epochs = 1
-        if stage.generates:
-            does = "generate"
-        elif stage.updates:
-            does = "update"
-            owner = config.critic if stage.role == "critic" else config.actor
-            epochs = 1 if is_offline(config) else owner.ppo_epochs
-        found.append(
-            Job(
-                stage=stage.name,
-                does=does,
-                role=stage.role,
-                epochs=epochs,
-                mini_batches=mini_batches if does == "update" else 1,
-            )
-        )
-    return found
+        if isinstance(stage, Update):
+            sizes = stage.sizes
+            counts = {"epochs": sizes.num_epochs, "mini_batches": sizes.num_mini_batches}
+            jobs.append(Job(stage=stage.name, does="update", role=stage.role, **counts))
+        elif isinstance(stage, ModelStage):
+            does: Does = "generate" if stage.generates else "pass"
+            jobs.append(Job(stage=stage.name, does=does, role=stage.role))
+    return jobs
 
 
-def _samples_of_a_prompt(config: Config, planned: Any) -> int:
+def _samples_of_a_prompt(plan: Plan) -> int:
     """Responses of one prompt; offline, completions of one record."""
-    return len(planned.algorithm.records.groups) if is_offline(config) else config.rollout.n
+    if plan.vocabulary is OFFLINE:
+        return len(plan.record_algorithm.records.groups)
+    return plan.config.rollout.n
 
 
 def samples_of(

@@ -1,12 +1,11 @@
 """What a run would do: planned on this machine, with its data read, and nothing computed."""
 
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import jax
 
-from jaxrl_llm.config import Config, is_offline, to_json
+from jaxrl_llm.config import Config, to_json
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, placed
@@ -14,8 +13,6 @@ from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import work_of
 from jaxrl_llm.launch.host_memory import host_memory
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes
-from jaxrl_llm.plan.offline import OfflinePlan
-from jaxrl_llm.plan.online import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space
@@ -44,7 +41,7 @@ def dry_run(config: Config) -> list[str]:
         plan, data = open_plan_and_data(config, tokenizer, meshes, folder.path, stack, new=new)
         if new:
             open_supervised(plan, tokenizer, data.validator, folder.path)
-        checkpoint = bytes_of(_abstract_states(plan, data))
+        checkpoint = bytes_of(plan.abstract_states())
         check_space(folder.path, checkpoint)
         resolved = folder.path / RESOLVED
         if is_main():
@@ -53,21 +50,14 @@ def dry_run(config: Config) -> list[str]:
             *_folder_lines(config, folder),
             *_size_lines(config, data),
             "stages of a step; a + joins those of one program",
-            *(f"  {_segment(segment)}" for segment in _segments(plan)),
+            *(f"  {_segment(segment)}" for segment in plan.at(1).program.segments),
             "models",
-            *(f"  {_model(role)}" for role in _roles(plan)),
+            *(f"  {_model(role)}" for role in plan.roles.values()),
             *_memory_lines(_estimate(config)),
             f"a checkpoint takes up to {_gb(checkpoint)}",
             f"wrote {resolved}",
             "dry run: nothing was trained",
         ]
-
-
-def _abstract_states(plan: Plan, data: RunData) -> object:
-    if not isinstance(plan, OfflinePlan):
-        return plan.abstract_states()
-    assert data.records is not None
-    return plan.abstract_states(data.records.sizes)
 
 
 def _folder_lines(config: Config, folder: RunFolder) -> list[str]:
@@ -84,7 +74,7 @@ def _folder_lines(config: Config, folder: RunFolder) -> list[str]:
 
 def _size_lines(config: Config, data: RunData) -> list[str]:
     per_epoch = data.num_rows // config.data.train_batch_size
-    batch, n = config.data.train_batch_size, 1 if is_offline(config) else config.rollout.n
+    batch, n = config.data.train_batch_size, config.rollout.n if data.records is None else 1
     samples = f" x {n} samples" if n > 1 else ""
     return [
         f"data: {data.num_rows} training rows, {data.num_held_out} held-out rows",
@@ -94,22 +84,11 @@ def _size_lines(config: Config, data: RunData) -> list[str]:
     ]
 
 
-def _segments(plan: Plan) -> Sequence[Segment]:
-    return plan.at(1).program.segments
-
-
 def _segment(segment: Segment) -> str:
     where = "on the host" if segment.is_host else "compiled"
     return f"{segment.name} ({where}): {', '.join(segment.reads) or 'nothing'} -> " + (
         ", ".join(name for stage in segment.stages for name in stage.writes) or "new weights"
     )
-
-
-def _roles(plan: Plan) -> list[Role]:
-    roles = dict(plan.roles)
-    if isinstance(plan, OfflinePlan) and plan.reference is not None:
-        roles["reference"] = plan.reference
-    return list(roles.values())
 
 
 def _model(role: Role) -> str:

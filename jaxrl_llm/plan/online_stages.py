@@ -55,7 +55,7 @@ def own_stages(config: Config) -> tuple[Stage, ...]:
         if not isinstance(stage, Stage):
             raise ConfigError(
                 f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "
-                "(jaxrl_llm.plan.dataflow); see docs/add-a-stage.md"
+                "(jaxrl_llm.program.stage); see docs/add-a-stage.md"
             )
         _check_declarations(entry.path, stage)
         found.append(stage)
@@ -82,8 +82,8 @@ def _check_declarations(path: str, stage: Stage) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planning:
-    """What the stages of an iteration are made of."""
+class OnlineStages:
+    """The stages of an iteration, and what they are made of."""
 
     config: Config
     algorithm: Algorithm
@@ -94,7 +94,7 @@ class Planning:
     reward: HostReward | None
     own_stages: tuple[Stage, ...]
 
-    def stages(self) -> tuple[Stage, ...]:
+    def planned(self) -> tuple[Stage, ...]:
         """The stages of an iteration, in order.
 
         A single optimizer step of the actor computes the old log-probs itself, in its forward pass.
@@ -342,7 +342,7 @@ def collected_stages(
     config: Config,
     planned: tuple[Stage, ...],
     reward: HostReward | None,
-    own_meshes: Mapping[str, Mesh],
+    role_meshes: Mapping[str, Mesh],
 ) -> tuple[tuple[Stage, ...], int | None]:
     """The stages that the source of batches runs, and the column that must vary.
 
@@ -352,7 +352,7 @@ def collected_stages(
     chosen = config.rollout.filter_groups
     if not chosen.enable:
         ahead = _ahead(planned) if config.max_staleness else ()
-        _check_alone(config, ahead, own_meshes)
+        _check_alone(config, ahead, role_meshes)
         return ahead, None
     names: Sequence[str] = () if reward is None else reward.names
     if chosen.metric != SCORE and chosen.metric not in names:
@@ -368,8 +368,8 @@ def collected_stages(
     goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
     collected = plan([stage for stage in planned if not stage.updates], goals), column
     if config.max_staleness:
-        _check_apart(config, collected[0], own_meshes)
-        _check_alone(config, collected[0], own_meshes)
+        _check_apart(config, collected[0], role_meshes)
+        _check_alone(config, collected[0], role_meshes)
     return collected
 
 
@@ -384,17 +384,17 @@ def _ahead(planned: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def _check_alone(config: Config, ahead: Sequence[Stage], own_meshes: Mapping[str, Mesh]) -> None:
+def _check_alone(config: Config, ahead: Sequence[Stage], role_meshes: Mapping[str, Mesh]) -> None:
     """ConfigError where devices that work ahead also have a role that does not.
 
     Two threads dispatch to them then. One device takes programs in any order; several that wait for
     each other must get them in the same one.
     """
-    roles = {stage.role for stage in ahead} & own_meshes.keys()
+    roles = {stage.role for stage in ahead} & role_meshes.keys()
     for role in sorted(roles):
-        devices = set(own_meshes[role].devices.flat)
-        for other in sorted(own_meshes.keys() - roles):
-            if len(devices & set(own_meshes[other].devices.flat)) > 1:
+        devices = set(role_meshes[role].devices.flat)
+        for other in sorted(role_meshes.keys() - roles):
+            if len(devices & set(role_meshes[other].devices.flat)) > 1:
                 raise ConfigError(
                     f"config.max_staleness={config.max_staleness}: {role} works ahead on its "
                     f"devices, and config.placement.{other} has the same ones; give {other} "
@@ -403,11 +403,11 @@ def _check_alone(config: Config, ahead: Sequence[Stage], own_meshes: Mapping[str
 
 
 def _check_apart(
-    config: Config, collected: Sequence[Stage], own_meshes: Mapping[str, Mesh]
+    config: Config, collected: Sequence[Stage], role_meshes: Mapping[str, Mesh]
 ) -> None:
     """ConfigError where a round of dynamic sampling, run ahead, needs devices that learn."""
     for stage in collected:
-        if stage.role != HOST and stage.role not in own_meshes:
+        if stage.role != HOST and stage.role not in role_meshes:
             raise ConfigError(
                 f"config.max_staleness={config.max_staleness} with "
                 f"config.rollout.filter_groups.enable: the stage {stage.name!r} decides which "

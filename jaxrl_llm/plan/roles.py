@@ -483,7 +483,7 @@ def roles_of(
     tokenizer: Tokenizer,
     mesh: Mesh,
     learning: Mapping[str, int],
-    own_meshes: Mapping[str, Mesh],
+    role_meshes: Mapping[str, Mesh],
 ) -> tuple[dict[str, Role], dict[str, ModelSource]]:
     """Every role that the config describes, and where weights come from, if not from the actor.
 
@@ -512,7 +512,7 @@ def roles_of(
             sources[name] = actor
         _check_vocabulary(name, source, actor, tokenizer)
         spec = learner_spec(source, kind, settings)
-        role = _place_role(name, spec, settings, config, own_meshes.get(name), mesh)
+        role = _place_role(name, spec, settings, config, role_meshes.get(name), mesh)
         if spec.lora is not None:
             shared = source is actor and BASE in roles
             base = BASE if name == "actor" or shared else CRITIC_BASE
@@ -530,7 +530,7 @@ def roles_of(
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
     # The policy before training is the base of its adapters.
     roles["reference"] = roles.get(BASE) or reference_role(
-        config, actor, mesh, own_meshes.get("reference")
+        config, actor, mesh, role_meshes.get("reference")
     )
     return roles, sources
 

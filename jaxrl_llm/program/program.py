@@ -56,7 +56,7 @@ class Program:
         *,
         mesh: Mesh,
         state_shardings: Mapping[str, Any],
-        own_meshes: Mapping[str, Mesh] | None = None,
+        role_meshes: Mapping[str, Mesh] | None = None,
         followers: Sequence[Follower] = (),
         overlap: bool = True,
         supervised: bool = False,
@@ -64,8 +64,8 @@ class Program:
     ):
         """`state_shardings` has one entry for each role that keeps state.
 
-        `own_meshes` are those of roles on devices of their own. Their segments run at the same time
-        as those on `mesh`, as far as their fields allow. A field moves where it is read. With
+        `role_meshes` are those of roles on devices of their own. Their segments run at the same
+        time as those on `mesh`, as far as their fields allow. A field moves where it is read. With
         several meshes a thread dispatches each segment: on a GPU the call of a program with loops
         returns late, and another mesh would wait for it.
         `followers` are the roles whose weights come from another role in each step.
@@ -78,9 +78,9 @@ class Program:
         self.segments = tuple(segments)
         self._overlap = overlap
         self.mesh = mesh
-        self._own_meshes = dict(own_meshes or {})
+        self._role_meshes = dict(role_meshes or {})
         self._followers = {follower.name: follower for follower in followers}
-        apart = len(set(self._own_meshes.values()))
+        apart = len(set(self._role_meshes.values()))
         self._threads = ThreadPoolExecutor(apart + 1, "segments") if apart else None
         self.is_spread = spread(self.meshes)  # several groups of several processes
         self.runs: Counter[str] = Counter()  # of each device segment, since the start
@@ -136,7 +136,7 @@ class Program:
                     result = self._threads.submit(_call, ready, arguments, segment, mesh, now)
                     now.add(mesh, segment, result.result)
                 else:
-                    if self._own_meshes and not known:
+                    if self._role_meshes and not known:
                         now.wait()  # kernels may be timed on any of the devices
                     compiled = self._ready(compiled)
                     if mesh.size > 1 and segment.name not in self._called:
@@ -154,10 +154,10 @@ class Program:
                     self._traced.add(segment.name)
                     now.add(mesh, segment, partial(now.end, segment, results, mesh))
                 self.runs[segment.name] += 1
-                if not self._overlap or (self._feeds_host(segment) and not self._own_meshes):
+                if not self._overlap or (self._feeds_host(segment) and not self._role_meshes):
                     now.wait()
             now.wait()
-            if self._own_meshes and not stay:
+            if self._role_meshes and not stay:
                 written = [
                     name for each in segments for stage in each.stages for name in stage.writes
                 ]
@@ -182,7 +182,7 @@ class Program:
         if rest:
             self._before(mesh, rest, now, moves)
         reads = {name: now.batch[name] for name in self._reads[segment.name]}
-        if self._own_meshes:
+        if self._role_meshes:
             reads = moves.to(mesh, reads)
         followed = now.states | self.follow(segment.roles, now.states, now.timer, now.metrics)
         if takes_part(mesh):
@@ -252,12 +252,12 @@ class Program:
 
     def mesh_of(self, segment: Segment) -> Mesh:
         """The mesh on which a device segment runs."""
-        return _mesh_of(segment.stages[0], self._own_meshes) or self.mesh
+        return _mesh_of(segment.stages[0], self._role_meshes) or self.mesh
 
     @property
     def meshes(self) -> set[Mesh]:
         """The meshes of all groups of devices."""
-        return {self.mesh, *self._own_meshes.values()}
+        return {self.mesh, *self._role_meshes.values()}
 
     @property
     def num_devices(self) -> int:
@@ -379,7 +379,7 @@ class Program:
         mesh = self.mesh_of(segment)
         states = states | {name: each.abstract() for name, each in self._followers.items()}
         reads = {name: batch[name] for name in self._reads[segment.name]}
-        if self._own_meshes:
+        if self._role_meshes:
             placed = partial(_placed, sharding=batch_sharding(mesh))
             reads = jax.tree.map(placed, reads)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
@@ -476,13 +476,13 @@ def _placed(field: Any, *, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
 
-def _mesh_of(stage: Stage, own_meshes: Mapping[str, Mesh]) -> Mesh | None:
-    return own_meshes.get(stage.role)
+def _mesh_of(stage: Stage, role_meshes: Mapping[str, Mesh]) -> Mesh | None:
+    return role_meshes.get(stage.role)
 
 
-def by_mesh(own_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
+def by_mesh(role_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
     """Tells stages apart that one program cannot hold, for `segments`."""
-    return partial(_mesh_of, own_meshes=own_meshes)
+    return partial(_mesh_of, role_meshes=role_meshes)
 
 
 def _call(

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.algorithms.offline import groups_of
 from jaxrl_llm.config import Config, FilterGroupsConfig
 from jaxrl_llm.data.collating import OfflineRecord, prompt_batch
 from jaxrl_llm.data.loader import Loader, PromptLoader
@@ -50,8 +51,8 @@ from jaxrl_llm.distributed.multihost import (
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.metrics import repeated_share
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan
-from jaxrl_llm.plan.online import OnlinePlan
+from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN
+from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.program.program import MOVED
 from jaxrl_llm.program.stage import States, StepContext
 from jaxrl_llm.tokenizer import Tokenizer
@@ -124,7 +125,7 @@ class PromptBatches(Batches):
     """The next prompts, in epochs or by priority."""
 
     loader: PromptLoader | PriorityLoader
-    plan: OnlinePlan
+    plan: Plan
     tokenizer: Tokenizer
     output: RunOutput
     _repetition: "Repetition" = field(default_factory=lambda: Repetition())
@@ -408,18 +409,24 @@ def _selection(sharding: NamedSharding) -> Callable[[Any, Any, np.ndarray], jax.
 # ------------------------------------------------------------------------- offline
 
 
+def records_held(plan: Plan) -> HostRows:
+    """This process's records of a batch."""
+    phase = plan.at(1)
+    return phase.program.host_rows(phase.batch.index.shape[0])
+
+
 @dataclass(kw_only=True)
 class RecordBatches(Batches):
     """The next records of offline training."""
 
     loader: Loader[OfflineRecord, Any]
-    plan: OfflinePlan
+    plan: Plan
     _on_host: Any = None  # the rows that this process holds
 
     @cached_property
     def _rows(self) -> HostRows:
         """This process's records of a batch."""
-        return self.plan.program.host_rows(self.plan.batch_size)
+        return records_held(self.plan)
 
     @property
     def epoch(self) -> int:
@@ -434,7 +441,7 @@ class RecordBatches(Batches):
         return found
 
     def tokens(self, batch: Any) -> StepTokens:
-        groups = [self._on_host[name] for name in self.plan.algorithm.records.groups]
+        groups = [self._on_host[name] for name in self.plan.record_algorithm.records.groups]
         owned = np.isin(self._rows.read, self._rows.owned)
         groups = [group for group in groups if group is not None]
         total = sum(int(group.lengths[owned].sum()) for group in groups)
@@ -506,28 +513,30 @@ class OfflineRecords:
 
 
 def load_offline_records(
-    config: Config, plan: OfflinePlan, tokenizer: Tokenizer, run_dir: Path | None
+    config: Config, plan: Plan, tokenizer: Tokenizer, run_dir: Path | None
 ) -> OfflineRecords:
     """The records that the plan's algorithm learns from.
 
     Raises ValueError for a split of one record whose prompt needs the completion of another.
     """
-    kind = plan.algorithm.records.name
-    mismatched = "mismatched" in plan.reads_groups
+    algorithm = plan.record_algorithm
+    kind = algorithm.records.name
+    groups = partial(groups_of, algorithm.reads, algorithm.records)
+    mismatched = "mismatched" in (*groups(), *groups(reference=True))
     records = load_records(config, train_sources(config), kind, tokenizer, run_dir)
     held_out, are_pairs = load_held_out(config, kind, tokenizer, run_dir)
     if mismatched:
         _refuse_one_record("train", records, "2 records or more work")
         _refuse_one_record("val", held_out, "2 records or more work, or none")
     pairs: Sequence[OfflineRecord] = []
-    if are_pairs and plan.algorithm.judge_pairs is not None:
+    if are_pairs and algorithm.judge_pairs is not None:
         pairs = load_records(config, held_out_sources(config), "preferences", tokenizer, run_dir)
     return OfflineRecords(
         config=config,
         pad_id=tokenizer.pad_id,
         mismatched=mismatched,
-        precomputed=plan.precomputed,
-        rows=plan.program.host_rows(plan.batch_size),
+        precomputed=plan.tables is not None,
+        rows=records_held(plan),
         train=records,
         held_out=held_out,
         held_out_pairs=pairs,

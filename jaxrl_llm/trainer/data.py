@@ -23,8 +23,9 @@ from jaxrl_llm.evaluation.evaluate import (
     open_validator,
 )
 from jaxrl_llm.learner.offline_losses import means, weighted_means
-from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import OnlinePlan, Plan, plan_online
+from jaxrl_llm.plan.dataflow import OFFLINE
+from jaxrl_llm.plan.plan import Plan
+from jaxrl_llm.plan.planning import plan_run
 from jaxrl_llm.plan.weights import check_stored
 from jaxrl_llm.program.stored import Start, start_of
 from jaxrl_llm.tokenizer import Tokenizer
@@ -66,21 +67,20 @@ class RunData:
         """What is measured on held-out data, in order: a later one overrides names."""
         found: list[Evaluation] = []
         records = self.records
-        if isinstance(plan, OnlinePlan):
+        if records is None:
             answers = self.validator
             if answers is not None:
                 found.append(AnswerEvaluation(validator=answers, trace=output.validation))
             return found
-        mesh = plan.learner.mesh
-        assert records is not None
-        rows = records.rows
+        mesh, rows = plan.learner.mesh, records.rows
         if records.held_out:
+            assert plan.held_out is not None
             # What pairs and single completions both measure is reported of the completions.
-            if records.held_out_pairs:
+            if records.held_out_pairs and plan.held_out_pairs is not None:
                 pairs = records.held_out_pair_batches()
                 sums, divide = plan.held_out_pairs, weighted_means
                 found.append(RecordEvaluation(sums, divide, pairs, mesh, rows, prefix="eval_"))
-            divide, batches = partial(means, plan.algorithm), records.held_out_batches()
+            divide, batches = partial(means, plan.record_algorithm), records.held_out_batches()
             found.append(
                 RecordEvaluation(plan.held_out, divide, batches, mesh, rows, prefix="eval_")
             )
@@ -106,21 +106,18 @@ def open_plan_and_data(
     Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
     records, validator, prompts = None, None, []
-    if is_offline(config):
-        plan = plan_offline(config, tokenizer, meshes["actor"])
-        if new:
-            check_stored(plan.learner, plan.source, config)
+    reward = None if is_offline(config) else open_reward(config, tokenizer, stack)
+    role_meshes = {role: mesh for role, mesh in meshes.items() if role != "actor"}
+    plan = plan_run(config, tokenizer, meshes["actor"], reward, role_meshes=role_meshes)
+    for name, role in plan.roles.items() if new else ():
+        check_stored(role, plan.sources.get(name), config)
+    if plan.vocabulary is OFFLINE:
         records = load_offline_records(config, plan, tokenizer, run_dir)
+        plan = plan.with_records(records.sizes)
         loader, num_rows = records.loader(), len(records.train)
         stack.callback(loader.close)
         answers = config.validation.generate and plan.learner.spec.kind == "causal_lm"
-        plan.trace(records.sizes)
     else:
-        reward = open_reward(config, tokenizer, stack)
-        others = {role: mesh for role, mesh in meshes.items() if role != "actor"}
-        plan = plan_online(config, tokenizer, meshes["actor"], reward, own_meshes=others)
-        for name, role in plan.roles.items() if new else ():
-            check_stored(role, plan.sources.get(name), config)
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         if reward is not None:
             reward.check(config, prompts)
@@ -130,7 +127,7 @@ def open_plan_and_data(
         if not isinstance(loader, PriorityLoader):
             stack.callback(loader.close)
         answers = True
-        plan.trace(_start_of(config, plan, tokenizer) if begins else None)
+    plan.trace(_start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
         validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
     whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here

@@ -39,7 +39,7 @@ from jaxrl_llm.generation.slots import no_routes
 from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.generating import ASKED, CONTINUED, OLDER, UNFINISHED, older_fields
-from jaxrl_llm.plan.online import AHEAD, Iteration
+from jaxrl_llm.plan.plan import AHEAD, Phase
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE
 from jaxrl_llm.program.program import MOVED
 from jaxrl_llm.program.stage import States, StepContext
@@ -98,7 +98,7 @@ class UnderWay:
     """What a thread generates on devices of other processes."""
 
     each: Ahead
-    iteration: Iteration
+    iteration: Phase
     gigabytes: float  # that moved to the rollout
     timer: Timer
     generated: "Future[tuple[States, Any, dict[str, Any]]]"
@@ -281,7 +281,7 @@ class AheadBatches(PromptBatches):
     def _generate(
         self,
         each: Ahead,
-        work: Callable[[Ahead, Iteration, States, Timer], None],
+        work: Callable[[Ahead, Phase, States, Timer], None],
         states: States,
         timer: Timer,
     ) -> None:
@@ -298,7 +298,7 @@ class AheadBatches(PromptBatches):
         else:
             self._worker.submit(_guarded, each, partial(work, each, iteration, weights, each.timer))
 
-    def _send(self, each: Ahead, iteration: Iteration, weights: States) -> None:
+    def _send(self, each: Ahead, iteration: Phase, weights: States) -> None:
         """Have a thread generate where the rollout lies; `_take_over` takes the responses."""
         assert self._worker is not None
         (only,), segments, timer = each.rounds, iteration.generating, Timer()
@@ -333,7 +333,7 @@ class AheadBatches(PromptBatches):
         if not only.add(only.batch.replace(**writes), {**found, MOVED: gigabytes}):
             self._completed(way.each)
 
-    def _first_part(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+    def _first_part(self, each: Ahead, iteration: Phase, weights: States, timer: Timer) -> None:
         run = partial(iteration.program.run, segments=iteration.generating)
         self._run_part(each, run, weights, timer)
 
@@ -341,7 +341,7 @@ class AheadBatches(PromptBatches):
         self,
         going: tuple[Ahead, ...],
         each: Ahead,
-        iteration: Iteration,
+        iteration: Phase,
         weights: States,
         timer: Timer,
     ) -> None:
@@ -363,7 +363,7 @@ class AheadBatches(PromptBatches):
         self,
         going: tuple[Ahead, ...],
         each: Ahead,
-        iteration: Iteration,
+        iteration: Phase,
         weights: States,
         timer: Timer,
     ) -> list[int]:
@@ -550,7 +550,7 @@ class AheadFilteredBatches(AheadBatches):
     ) -> None:
         self._generate(each, self._all_rounds, states, timer)
 
-    def _all_rounds(self, each: Ahead, iteration: Iteration, weights: States, timer: Timer) -> None:
+    def _all_rounds(self, each: Ahead, iteration: Phase, weights: States, timer: Timer) -> None:
         groups = self._open(each, iteration)
         while not groups.complete:
             one = self._draw(each, timer, each.version)
@@ -561,7 +561,7 @@ class AheadFilteredBatches(AheadBatches):
             self._add(each, groups, one)
         self._close(each, groups)
 
-    def _open(self, each: Ahead, iteration: Iteration) -> GroupFilter:
+    def _open(self, each: Ahead, iteration: Phase) -> GroupFilter:
         config = self.plan.config
         each.loader = self.loader.get_state()
         each.groups = GroupFilter(

@@ -32,7 +32,7 @@ from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
-from jaxrl_llm.plan.online import OnlinePlan, Plan
+from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.stage import StepContext
 from jaxrl_llm.report.refresher import ReportRefresher
@@ -398,7 +398,7 @@ def about(
         "devices": _devices(plan),
         "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
         "data": f"{num_train:,} training rows{held_out}",
-        **({"reward": reward_text(plan.config.reward)} if isinstance(plan, OnlinePlan) else {}),
+        **({"reward": reward} if (reward := reward_text(plan.config.reward)) else {}),
         "versions": f"jaxrl_llm {versions['jaxrl_llm']}, jax {versions['jax']}, "
         f"Python {platform.python_version()}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),

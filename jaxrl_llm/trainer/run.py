@@ -24,7 +24,7 @@ from jaxrl_llm.config import Config, ConfigError, run_folder
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
-from jaxrl_llm.plan.online import AHEAD, OnlinePlan, Plan
+from jaxrl_llm.plan.plan import AHEAD, Plan
 from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.program.stage import States
@@ -58,7 +58,6 @@ from jaxrl_llm.trainer.states import (
     FirstStates,
     Supervised,
     bases_record,
-    first_offline_states,
     first_states,
     from_items,
     has_supervised,
@@ -104,7 +103,7 @@ class Run:
         # What a checkpoint holds of generation ahead, at most.
         number = self.config.max_staleness + bool(self.config.partial_rollouts)
         ahead = [(step, 1) for step in range(1, number + 1)]
-        check_space(self.run_dir, bytes_of(self._abstract_states(ahead)))
+        check_space(self.run_dir, bytes_of(self.plan.abstract_states(ahead)))
         self._say_what_it_is()
         resume = self.resume
         self.output.status("loading the checkpoint" if resume else "loading or drawing weights")
@@ -150,13 +149,12 @@ class Run:
 
     def _compile_ahead(self) -> None:
         """Begin to compile the programs of the first step, while other things are done."""
-        if isinstance(self.plan, OnlinePlan) and self._first_step <= self.config.total_steps:
+        if self._first_step <= self.config.total_steps:
             self.plan.at(self._first_step).compile_ahead()
 
     @property
     def _reads_cache(self) -> bool:
-        plan = self.plan
-        return isinstance(plan, OnlinePlan) and plan.at(self._first_step).program.reads_cache
+        return self.plan.at(self._first_step).program.reads_cache
 
     @property
     def _first_step(self) -> int:
@@ -237,7 +235,7 @@ class Run:
 
     def _batches(self) -> Batches:
         plan, loader = self.plan, self.data.loader
-        if not isinstance(plan, OnlinePlan):
+        if self.data.records is not None:
             return RecordBatches(loader=loader, plan=plan)  # pyright: ignore[reportArgumentType]
         kinds = (PromptBatches, FilteredBatches)
         if self.config.max_staleness:
@@ -252,16 +250,7 @@ class Run:
         )
 
     def _first_states(self) -> FirstStates:
-        if isinstance(self.plan, OnlinePlan):
-            return first_states(self.plan, self.supervised, self.output)
-        assert self.data.records is not None
-        return first_offline_states(self.plan, self.data.records, self.supervised, self.output)
-
-    def _abstract_states(self, ahead: Sequence[tuple[int, int]] = ()) -> States:
-        if isinstance(self.plan, OnlinePlan):
-            return self.plan.abstract_states(ahead)
-        assert self.data.records is not None
-        return self.plan.abstract_states(self.data.records.sizes)
+        return first_states(self.plan, self.supervised, self.output, self.data.records)
 
     def _save(
         self, step: int, states: States, metrics: dict[str, float], position: dict[str, Any]
@@ -306,7 +295,7 @@ class Run:
         """
         _, loop_state = manager.restore(path, {})
         self.data.loader.set_state(loop_state["data"])
-        abstract = self._abstract_states(kept_sizes(loop_state, self.config))
+        abstract = self.plan.abstract_states(kept_sizes(loop_state, self.config))
         frozen = self.plan.frozen
         try:
             items, found = manager.restore(path, to_items(abstract, self._apart))

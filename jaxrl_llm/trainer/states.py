@@ -1,7 +1,7 @@
 """The first states of a run's roles, what a checkpoint has of them, and the bases of adapters."""
 
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,22 @@ from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, Supe
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.run_data import preference_data, sft_batches
 from jaxrl_llm.distributed.crossing import call, moved
-from jaxrl_llm.distributed.multihost import HostRows, fetch, make_global, place_held
+from jaxrl_llm.distributed.multihost import fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.evaluation.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
-from jaxrl_llm.learner.micro_batches import Padded
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import ModelSpec, scalar_params_from
 from jaxrl_llm.models.frozen import dequantized, quantized_as
 from jaxrl_llm.plan.models import spec_of
-from jaxrl_llm.plan.offline import HELD_OUT, TRAIN, OfflinePlan, plan_supervised, reference_stage
-from jaxrl_llm.plan.online import Iteration, OnlinePlan, Plan
+from jaxrl_llm.plan.offline import plan_supervised
+from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN, ReferenceTables
+from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
-from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.plan.weights import Record, base_record, first_adapters, load_params, read_base
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches
+from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches, records_held
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.training import Training
 
@@ -51,81 +50,89 @@ FirstStates = Generator[Training, None, States]
 Supervised = dict[str, "SupervisedTraining"]  # by the role that learns
 
 
-# ------------------------------------------------------------------------- online
+# ------------------------------------------------------------------------- first states
 
 
-def untrained_states(plan: Iteration | OnlinePlan) -> States:
-    """Weights loaded or drawn, the others derived from the actor's; nothing is trained.
+def untrained_states(plan: Plan) -> States:
+    """Weights loaded or drawn, the others derived from the learner's; nothing is trained.
 
-    The reference is a copy of the actor. So is the decoder of a scalar model without weights of its
-    own.
+    The reference is a copy of the learner. So is the decoder of a scalar model without weights of
+    its own.
     """
     states: States = {}
-    actor = _load_actor(plan, plan.roles["actor"].base or "actor")
+    params = _load_learner(plan, plan.learner.base or plan.learner.name)
     for name in _others(plan):
-        states[name] = _first_state(plan, name, actor, states)
-    return _with_actor(plan, states, actor)
+        states[name] = _first_state(plan, name, params, states)
+    return _with_learner(plan, states, params)
 
 
-def first_states(plan: OnlinePlan, trainings: Supervised, output: RunOutput) -> FirstStates:
+def first_states(
+    plan: Plan, trainings: Supervised, output: RunOutput, records: OfflineRecords | None
+) -> FirstStates:
     """`untrained_states`, with `trainings` in between, whose data are given up after each.
 
-    The actor's warm-up comes first: the reference is the actor after it, and so is the critic's
-    decoder.
+    The learner's warm-up comes first: the reference is the learner after it, and so is the critic's
+    decoder. Of a reference that is precomputed, only its log-probs of `records` are kept.
     """
-    config, roles = plan.config, plan.roles
-    base = roles["actor"].base
+    roles, base = plan.roles, plan.learner.base
     warmup = trainings.pop("actor", None)
     if warmup is None:
-        actor = _load_actor(plan, base or "actor")
+        params = _load_learner(plan, base or plan.learner.name)
     else:
-        actor = load_params(warmup.role, plan.sources["actor"], role_seed(config, "actor"))
-        training = warmup.begin(actor, output)
-        del actor
+        source, seed = plan.sources[plan.learner.name], role_seed(plan.config, plan.learner.name)
+        params = load_params(warmup.role, source, seed)
+        training = warmup.begin(params, output)
+        del params
         yield training
-        actor = training.take_params()
+        params = training.take_params()
         if base:
-            actor = _made(partial(_frozen, roles[base].spec), roles[base], actor)
+            params = _made(partial(_frozen, roles[base].spec), roles[base], params)
     states: States = {}
     for name in _others(plan):
         role = roles[name]
         if role.base:
-            states[name] = _first_state(plan, name, actor, states)
+            states[name] = _first_state(plan, name, params, states)
             continue
-        params = _derive_or_load(plan, name, actor)
+        own = _derive_or_load(plan, name, params)
         if name in trainings:
-            training = trainings.pop(name).begin(params, output)
-            del params
+            training = trainings.pop(name).begin(own, output)
+            del own
             yield training
-            params = training.take_params()
-        states[name] = role.state(params)
-    return _with_actor(plan, states, actor)
+            own = training.take_params()
+        states[name] = role.state(own)
+    if plan.tables is not None:
+        assert records is not None
+        output.message("log-probs of the reference model, once")
+        reference = states.pop(plan.tables.role, params)
+        states[plan.tables.role] = reference_tables(plan.tables, reference, records)
+        del reference
+    return _with_learner(plan, states, params)
 
 
-def _others(plan: Iteration | OnlinePlan) -> list[str]:
-    """All roles but the actor and its base, in the order in which they can be made.
+def _others(plan: Plan) -> list[str]:
+    """All roles but the learner and its base, in the order in which they can be made.
 
-    The actor is the last: until then others are derived from its parameters.
+    The learner is the last: until then others are derived from its parameters.
     """
-    actor = plan.roles["actor"]
-    names = [name for name in plan.roles if name not in ("actor", actor.base)]
+    names = [name for name in plan.roles if name not in (plan.learner.name, plan.learner.base)]
     return sorted(names, key=lambda name: bool(plan.roles[name].base))
 
 
-def _with_actor(plan: Iteration | OnlinePlan, states: States, actor: Params) -> States:
-    """All states; the actor's parameters, or those of its base, are consumed."""
-    states[KL_CONTROLLER] = plan.controller_state()
-    role = plan.roles["actor"]
+def _with_learner(plan: Plan, states: States, params: Params) -> States:
+    """All states; the learner's parameters, or those of its base, are consumed."""
+    states |= plan.phases[-1].controller_state()
+    role, config = plan.learner, plan.config
     if role.base:
-        states[role.base] = actor
-        actor = first_adapters(role, actor, plan.config.actor, role_seed(plan.config, "actor"))
-    states["actor"] = role.state(actor)
+        states[role.base] = params
+        params = first_adapters(role, params, config.actor, role_seed(config, role.name))
+    states[role.name] = role.state(params)
     return states
 
 
-def _load_actor(plan: Iteration | OnlinePlan, name: str) -> Params:
-    """The actor's weights before training, as the role `name` keeps them."""
-    return load_params(plan.roles[name], plan.sources["actor"], role_seed(plan.config, "actor"))
+def _load_learner(plan: Plan, name: str) -> Params:
+    """The learner's weights before training, as the role `name` keeps them."""
+    learner = plan.learner.name
+    return load_params(plan.roles[name], plan.sources[learner], role_seed(plan.config, learner))
 
 
 def _in_full(plan: Plan) -> Role:
@@ -133,25 +140,23 @@ def _in_full(plan: Plan) -> Role:
     config, role = plan.config, plan.learner
     if not role.base:
         return role
-    source = plan.source if isinstance(plan, OfflinePlan) else plan.sources["actor"]
-    assert source is not None
-    spec = spec_of(source, role.spec.kind, config.actor)
+    spec = spec_of(plan.sources[role.name], role.spec.kind, config.actor)
     return make_role(
         role.name, spec, config.actor, role.mesh, phases=config.mesh, exact=config.exact != "off"
     )
 
 
-def _first_state(plan: Iteration | OnlinePlan, name: str, actor: Params, states: States) -> Any:
+def _first_state(plan: Plan, name: str, actor: Params, states: States) -> Any:
     """What a role other than the actor keeps. A base that it has of its own is in `states`."""
     role = plan.roles[name]
     if not role.base:
         return role.state(_derive_or_load(plan, name, actor))
-    base = actor if role.base == plan.roles["actor"].base else states[role.base]
+    base = actor if role.base == plan.learner.base else states[role.base]
     seed = role_seed(plan.config, name)
     return role.state(first_adapters(role, base, plan.config.critic, seed))
 
 
-def _derive_or_load(plan: Iteration | OnlinePlan, name: str, actor: Params) -> Params:
+def _derive_or_load(plan: Plan, name: str, actor: Params) -> Params:
     """The parameters of a role other than the actor."""
     role = plan.roles[name]
     if name == "reference":
@@ -208,70 +213,30 @@ def seed_of_base(config: Config, base: str, learner: str) -> int:
     return role_seed(config, "critic" if base == CRITIC_BASE else learner)
 
 
-# ------------------------------------------------------------------------- offline
+def reference_tables(tables: ReferenceTables, params: Params, records: OfflineRecords) -> Any:
+    """The reference's log-prob of every completion, by table and field: [records] each.
 
-
-def first_offline_states(
-    plan: OfflinePlan, records: OfflineRecords, trainings: Supervised, output: RunOutput
-) -> FirstStates:
-    """Weights loaded or drawn, warmed up; the reference is what they are then."""
-    config, role = plan.config, plan.learner
-    assert plan.source is not None
-    kept = plan.base or role  # as what the weights before training are kept
-    warmup = trainings.pop("actor", None)
-    start = kept if warmup is None else warmup.role
-    params = load_params(start, plan.source, role_seed(config, role.name))
-    if warmup is not None:
-        training = warmup.begin(params, output)
-        del params
-        yield training
-        params = training.take_params()
-        if plan.base is not None:
-            params = _made(partial(_frozen, kept.spec), kept, params)
-    states: States = {}
-    reference = params
-    if plan.base is not None:
-        states[plan.base.name] = params
-        params = first_adapters(role, params, config.actor, role_seed(config, role.name))
-    elif plan.reference is not None:
-        reference = derive_reference(plan.reference, params)
-    states[role.name] = role.state(params)
-    if plan.reference is None:
-        return states
-    if not plan.precomputed:
-        return states | {plan.reference.name: reference}
-    output.message("log-probs of the reference model, once")
-    batches = {TRAIN: records.train_batches(), HELD_OUT: records.held_out_batches()}
-    states["reference"] = {
-        table: reference_table(plan, reference, batches[table], records.rows, size)
-        for table, size in records.sizes.items()
-        if size
-    }
-    return states
-
-
-def reference_table(
-    plan: OfflinePlan, params: Params, batches: Iterable[Any], held: HostRows, size: int
-) -> Any:
-    """The reference's log-prob of every completion, by the name of its field: [size] each.
-
-    `batches` have the rows of this process. Every device keeps the table: one number a record.
+    The batches have the rows of this process. Every device keeps the tables: one number a record.
     """
-    assert plan.reference is not None
-    stage = reference_stage(plan.reference, plan.algorithm, plan.micro_batches)
-    sharding = batch_sharding(plan.learner.mesh)
+    stage, mesh = tables.stage, tables.stage.model.mesh
+    sharding = batch_sharding(mesh)
 
     @jax.jit
     def compute(params: Params, rows: dict[str, Any]) -> Any:
         return dict(stage(params, jnp.int32(0), **rows).writes)
 
-    found: dict[str, list[np.ndarray]] = {name: [] for name in stage.writes}
-    for batch in batches:
-        rows = place_held({name: batch[name] for name in stage.reads}, sharding, held)
-        for name, values in fetch(compute(params, rows)).items():
-            found[name].append(values)
-    table = {name: np.concatenate(values)[:size] for name, values in found.items()}
-    return make_global(table, replicated(plan.learner.mesh))
+    batches = {TRAIN: records.train_batches(), HELD_OUT: records.held_out_batches()}
+    result = {}
+    for table, size in tables.sizes.items():
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in stage.writes}
+        for batch in batches[table] if size else ():
+            rows = place_held({name: batch[name] for name in stage.reads}, sharding, records.rows)
+            for name, values in fetch(compute(params, rows)).items():
+                parts[name].append(values)
+        if size:
+            values = {name: np.concatenate(values)[:size] for name, values in parts.items()}
+            result[table] = make_global(values, replicated(mesh))
+    return result
 
 
 # ------------------------------------------------------------------------- supervised trainings
@@ -292,7 +257,7 @@ class SupervisedTraining:
     """A supervised training that a run begins with: all of it but the weights."""
 
     name: str  # of its folder
-    plan: OfflinePlan
+    plan: Plan
     settings: SupervisedConfig
     loader: Loader[Any, Any]
     evaluations: list[Evaluation]
@@ -304,7 +269,7 @@ class SupervisedTraining:
 
     def begin(self, params: Params, output: RunOutput) -> Training:
         """The training of `params`, which it takes over."""
-        prefix = self.plan.stages[-1].name.removeprefix("update_")
+        prefix = self.plan.phases[-1].stages[-1].name.removeprefix("update_")
         return Training(
             plan=self.plan,
             batches=RecordBatches(loader=self.loader, plan=self.plan),
@@ -330,8 +295,6 @@ def open_supervised(
     found: Supervised = {}
     if config.warmup is not None:
         found["actor"] = opening.sft("warmup", "sft", _in_full(plan), config.warmup)
-    if isinstance(plan, OfflinePlan):
-        return found
     teacher, reward_model = config.teacher, config.reward.model
     if TEACHER in plan.roles and teacher is not None and teacher.training is not None:
         found[TEACHER] = opening.sft(TEACHER, TEACHER, plan.roles[TEACHER], teacher.training)
@@ -355,7 +318,7 @@ class _Opening:
     ) -> SupervisedTraining:
         """SFT of a language model; measured by its answers, where there are any."""
         plan = plan_supervised(self.config, training, role, build_offline(SFT()), prefix=prefix)
-        rows = plan.program.host_rows(training.batch_size)
+        rows = records_held(plan)
         loader = sft_batches(self.config, training, self.tokenizer, self.run_dir, rows)
         evaluations: list[Evaluation] = []
         if self.validator is not None:
@@ -370,14 +333,14 @@ class _Opening:
         """Training of the reward model on preference pairs."""
         algorithm = build_offline(PairwiseRewardModel(center=center))
         plan = plan_supervised(self.config, training, role, algorithm, prefix="reward_model")
-        rows = plan.program.host_rows(training.batch_size)
+        rows = records_held(plan)
         loader, held_out = preference_data(
             self.config, training, self.tokenizer, self.run_dir, rows
         )
         evaluations: list[Evaluation] = []
-        if held_out:
+        if held_out and plan.held_out is not None:
             evaluation = RecordEvaluation(
-                replace(plan, micro_batches=Padded()).held_out,
+                plan.held_out,
                 partial(means, algorithm),
                 held_out,
                 role.mesh,
@@ -390,7 +353,7 @@ class _Opening:
     def _checked(
         self,
         name: str,
-        plan: OfflinePlan,
+        plan: Plan,
         training: SupervisedConfig,
         loader: Loader[Any, Any],
         evaluations: list[Evaluation],
@@ -410,9 +373,6 @@ class _Opening:
 
 def run_identity(plan: Plan, tokenizer: Tokenizer) -> Identity:
     """Which model and data a checkpoint of this run belongs to. A resume compares it."""
-    roles = plan.roles | plan.bases
-    if isinstance(plan, OfflinePlan) and plan.reference is not None:
-        roles[plan.reference.name] = plan.reference
     devices = plan.learner.mesh.devices
     setting = {
         **package_versions(),
@@ -420,10 +380,12 @@ def run_identity(plan: Plan, tokenizer: Tokenizer) -> Identity:
         "processes": str(jax.process_count()),
         "mesh": _sizes(plan.learner),
     }
-    for name, role in roles.items():
+    for name, role in plan.roles.items():
         setting |= {f"{name}.{key}": value for key, value in _how(role).items()}
     return {
-        MODELS: {name: model_record(role.spec, role.forward.dtype) for name, role in roles.items()},
+        MODELS: {
+            name: model_record(role.spec, role.forward.dtype) for name, role in plan.roles.items()
+        },
         TOKENIZER: tokenizer.digest(),
         LEARNER: plan.learner.name,
         SETTING: setting,

@@ -13,7 +13,7 @@ from jaxrl_llm.models.flops import forward_flops, training_flops
 from jaxrl_llm.observability.garbage import COLLECTOR
 from jaxrl_llm.observability.metrics import performance_metrics
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.online import OnlinePlan, Plan
+from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.counting import CompileCounter
 from jaxrl_llm.program.program import PROGRAM
@@ -67,7 +67,7 @@ class Clock:
             num_response_tokens=tokens.num_response,
             num_devices=plan.num_devices,
         )
-        if isinstance(plan, OnlinePlan):
+        if plan.at(step).epochs:
             hardware = hardware_of(mesh.devices.flat[0].device_kind)
             metrics |= mfu_metrics(
                 plan.at(step).program.segments,
@@ -78,8 +78,8 @@ class Clock:
                 lengths=tokens.lengths,
                 peak=None if hardware is None else hardware.flops,
             )
-            if plan.layout_switch_bytes:
-                metrics["perf/layout_switch_gb"] = plan.layout_switch_bytes / 1e9
+        if plan.layout_switch_bytes:
+            metrics["perf/layout_switch_gb"] = plan.layout_switch_bytes / 1e9
         compiled = self.compilations.programs(PROGRAM) - self._compiled
         expected = self._steps == 0 or plan.begins_program(step)
         self.recompiled = 0 if expected else compiled

@@ -4,7 +4,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.plan.online import Iteration, plan_iteration
+from jaxrl_llm.plan.online import plan_online
+from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -20,6 +21,6 @@ def random_reward(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.random.default_rng(int(responses.sum())).integers(0, 2, len(responses))
 
 
-def planned(config: Config, mesh: Mesh) -> Iteration:
+def planned(config: Config, mesh: Mesh) -> Plan:
     """The stages, roles and programs that a run of `config` would have."""
-    return plan_iteration(config, Unstoppable(), mesh, ArrayReward(random_reward))
+    return plan_online(config, Unstoppable(), mesh, ArrayReward(random_reward))

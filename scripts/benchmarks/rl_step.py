@@ -34,13 +34,14 @@ class RlStep(Case):
         self.shape, self.model, self.config = shape, model, config
         self.name = step_name(workload, config)
         self.mesh = mesh_of(config.mesh, [model.num_kv_heads])
-        self.iteration = planned(config, self.mesh)
+        self.plan = planned(config, self.mesh)
+        (self.phase,) = self.plan.phases
         self.step, self.stages, self.tokens = 0, [], 0
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         # The run compiles them itself and finds these in the compile cache.
-        program, states = self.iteration.program, self.iteration.abstract_states()
-        batch = program.trace(states, self.iteration.abstract_batch())
+        program, states = self.phase.program, self.phase.abstract_states()
+        batch = program.trace(states, self.phase.batch)
         return {
             f"{segment.name} {number}": lowered
             for segment in program.segments
@@ -50,7 +51,7 @@ class RlStep(Case):
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.program_bytes = max(memory_bytes(program) or 0 for program in programs.values())
-        self.states = untrained_states(self.iteration)
+        self.states = untrained_states(self.plan)
 
     def check(self) -> dict[str, float]:
         """Run the first step: finite gradients, and a sampler that agrees with the trainer."""
@@ -68,7 +69,7 @@ class RlStep(Case):
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The programs of one more step; host stages run between them."""
         self.step += 1
-        program = self.iteration.program
+        program = self.phase.program
         batch = make_global(self._prompts(), batch_sharding(self.mesh))
         for segment in program.segments:
 
@@ -90,7 +91,7 @@ class RlStep(Case):
         timer = Timer()
         batch = make_global(self._prompts(), batch_sharding(self.mesh))
         states, self.states = self.states, {}
-        program = self.iteration.program
+        program = self.phase.program
         self.states, batch, metrics = program.run(states, batch, self.step, None, timer)
         jax.block_until_ready((self.states, metrics))
         self.stages.append(timer.timings())
@@ -105,10 +106,8 @@ class RlStep(Case):
         timed = self.stages[1:]  # the first is the check's
         stages = {name: statistics.median(s[name] for s in timed) for name in timed[0]}
         flops = {
-            segment.name: segment_flops(
-                segment, self.iteration.roles, self.iteration.epochs, lengths
-            )
-            for segment in self.iteration.program.segments
+            segment.name: segment_flops(segment, self.phase.roles, self.phase.epochs, lengths)
+            for segment in self.phase.program.segments
         }
         outside = seconds - sum(stages.values())
         figures = {

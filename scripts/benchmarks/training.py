@@ -72,15 +72,15 @@ class Training(Case):
     ) -> None:
         self.shape, self.name, self.work, self.mesh = shape, work.name, work, mesh
         self.model, self.checks = model, checks
-        iteration = planned(_sized(config, work), mesh)
-        found = [stage for stage in iteration.stages if stage.name == STAGES[work.kind]]
+        (phase,) = planned(_sized(config, work), mesh).phases
+        found = [stage for stage in phase.stages if stage.name == STAGES[work.kind]]
         if not found:
             raise ValueError(
                 f"config.algorithm={config.algorithm.label} has no stage {STAGES[work.kind]}; drop "
                 f"the workload {work.kind}, or name another algorithm with --config.algorithm"
             )
         self.stage = found[0]
-        role = iteration.roles[self.stage.role]
+        role = phase.roles[self.stage.role]
         # A pass without gradient needs the parameters only.
         self.role = role if work.kind == "update" else replace(role, optimizer=None)
 

@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import UPDATE_FIELDS, field_names, pair_of
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.models import find_tokenizer
-from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 
 DOCS = Path(__file__).parents[2] / "docs" / "add-an-algorithm.md"
@@ -309,7 +309,7 @@ def test_the_page_on_adding_an_algorithm_works(monkeypatch, tmp_path):
     made = replace(made, algorithm=by_file)
     tokenizer = find_tokenizer(made.data.tokenizer, made.actor)
     reward = ArrayReward(lambda *_: None, ("score",))
-    iteration = plan_iteration(made, tokenizer, make_mesh(), reward)
+    (iteration,) = plan_online(made, tokenizer, make_mesh(), reward).phases
     assert "critic" not in iteration.roles and "reference" not in iteration.roles
     rows = made.data.train_batch_size * 4
     assert iteration.trace().advantages.shape == (rows, made.data.max_response_length)

@@ -32,7 +32,7 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import Mixture
 from jaxrl_llm.plan.models import find_tokenizer
 from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import plan_iteration, plan_online
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.roles import make_role, update_sizes
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def test_config_loads_plans_and_traces(file, tmp_path):
         assert all(prompt.ground_truth is not None for prompt in prompts)
     parts = tuple(f.label for f in config.reward.functions)
     reward = ArrayReward(no_reward, parts) if parts else None
-    for iteration in plan_online(config, tokenizer, make_mesh(), reward).iterations:
+    for iteration in plan_online(config, tokenizer, make_mesh(), reward).phases:
         batch = iteration.trace()
         rows = config.data.train_batch_size * config.rollout.n
         assert batch.advantages is not None
@@ -121,12 +121,12 @@ def test_config_loads_plans_and_traces(file, tmp_path):
 
 
 def check_offline(config: Config, tokenizer: Tokenizer) -> None:
-    iteration = plan_offline(config, tokenizer, make_mesh())
-    kind = iteration.algorithm.records
+    plan = plan_offline(config, tokenizer, make_mesh())
+    kind = plan.record_algorithm.records
     for sources in (train_sources(config), held_out_sources(config)):
         assert load_records(config, sources, kind.name, tokenizer, None)
-    batch = iteration.trace()
-    for name in iteration.algorithm.reads:
+    batch = plan.at(1).trace()
+    for name in plan.record_algorithm.reads:
         if name in OFFLINE_FIELDS:
             assert getattr(batch, name).shape == (config.data.train_batch_size,), name
 
@@ -143,8 +143,9 @@ def test_config_opens_with_its_command_and_survives_json(file):
 def test_with_a_reward_model_an_iteration_is_one_program():
     file = next(file for file in FILES if file.stem == "ppo_reward_model")
     config = load_config(str(file))
-    iteration = plan_iteration(config, find_tokenizer("char", config.actor), make_mesh(), None)
-    (segment,) = iteration.program.segments
+    tokenizer = find_tokenizer("char", config.actor)
+    (phase,) = plan_online(config, tokenizer, make_mesh(), None).phases
+    (segment,) = phase.program.segments
     assert not segment.is_host
     assert sorted(segment.name.split("+")) == sorted(ONE_PROGRAM.split("+"))
 
@@ -203,7 +204,7 @@ def test_a_critic_warms_up_in_the_first_phase_that_has_one():
         critic=replace(config.critic, warmup_steps=5),
     )
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
-    iterations = plan_online(config, tokenizer, make_mesh(), None).iterations
+    iterations = plan_online(config, tokenizer, make_mesh(), None).phases
     assert ["critic" in iteration.roles for iteration in iterations] == [False, True, True]
     ends = [iteration.config.critic.warmup_steps for iteration in iterations]
     assert ends[1:] == [phase.steps + 5] * 2

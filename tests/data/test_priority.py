@@ -34,7 +34,7 @@ from jaxrl_llm.data.priority import (
     weight_function,
 )
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.loop import train
@@ -363,8 +363,10 @@ def test_a_part_that_filters_leaves_the_whole_score_to_the_priority():
             rollout=replace(base.rollout, filter_groups=groups),
         )
         mesh = make_mesh(devices=jax.devices()[:1])
-        collecting = plan_iteration(config, load_tokenizer("char"), mesh, functions).collecting
-        written = {n for segment in collecting for stage in segment.stages for n in stage.writes}
+        (phase,) = plan_online(config, load_tokenizer("char"), mesh, functions).phases
+        written = {
+            n for segment in phase.collecting for stage in segment.stages for n in stage.writes
+        }
         assert ("scores" in written) == (priority is not None)
         assert "reward_parts" in written
 

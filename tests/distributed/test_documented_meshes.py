@@ -43,6 +43,6 @@ def test_a_row_is_planned_and_traced(flags):
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
     meshes = open_meshes(config, tokenizer)
     mesh = meshes.pop("actor")
-    plan = plan_online(config, tokenizer, mesh, ArrayReward(even_tokens), own_meshes=meshes)
+    plan = plan_online(config, tokenizer, mesh, ArrayReward(even_tokens), role_meshes=meshes)
     assert plan.num_devices >= (6 if meshes else 8)
     plan.trace()

@@ -55,31 +55,31 @@ def step(
     )
     tokenizer = load_tokenizer("char")
     devices = make_mesh(**mesh.sizes)
-    iteration = plan_offline(config, tokenizer, devices)
-    kind, role = iteration.algorithm.records, iteration.learner
+    plan = plan_offline(config, tokenizer, devices)
+    kind, role = plan.record_algorithm.records, plan.learner
     records = load_records(config, train_sources(config), kind.name, tokenizer, None)[:SIZE]
     batch = collate_records(records, length=8, pad_id=0, mismatched="mismatched" in kind.groups)
     params = jax.device_put(
         random_params(role.spec.params, seed=1, scale=0.3), role.param_shardings
     )
     states = {}
-    if iteration.base is not None:
-        states[iteration.base.name], params = split(params)
-    elif iteration.reference is not None:
+    if role.base:
+        states[role.base], params = split(params)
+    elif "reference" in plan.roles:
         moved = jax.tree.map(lambda x: x * jnp.float32(1.2), params)
-        states["reference"] = derive_reference(iteration.reference, moved)
+        states["reference"] = derive_reference(plan.roles["reference"], moved)
     states[role.name] = role.state(params)
-    held_out = jax.jit(iteration.held_out)
+    held_out = jax.jit(plan.held_out)
     placed = make_global(batch, batch_sharding(devices))
     before = fetch(held_out(states, placed))
-    if iteration.algorithm.judge_pairs is not None:
+    if plan.record_algorithm.judge_pairs is not None:
         sources = train_sources(config)
         pairs = load_records(config, sources, "preferences", tokenizer, None)[:SIZE]
         rows = make_global(
             collate_records(pairs, length=8, pad_id=0, size=SIZE), batch_sharding(devices)
         )
-        before |= fetch(jax.jit(iteration.held_out_pairs)(states, rows))
-    states, _, metrics = iteration.program.run(states, placed, 1, None, Timer())
+        before |= fetch(jax.jit(plan.held_out_pairs)(states, rows))
+    states, _, metrics = plan.at(1).program.run(states, placed, 1, None, Timer())
     return fetch(
         (states[role.name].params, metrics | {f"held out {k}": x for k, x in before.items()})
     )

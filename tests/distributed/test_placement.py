@@ -65,7 +65,7 @@ def config_with(placement: dict[str, Any]) -> Config:
 def steps(config: Config, number: int) -> Any:
     """States, metrics and spans of each step, and where each role lies."""
     meshes = open_meshes(config, load_tokenizer("char"))
-    iteration = open_iteration(config, meshes.pop("actor"), own_meshes=meshes)
+    iteration = open_iteration(config, meshes.pop("actor"), role_meshes=meshes)
     states, metrics, spans = first_states(iteration), [], [Spans() for _ in range(number)]
     for step in range(1, number + 1):
         batch = make_global(prompts(config), batch_sharding(iteration.mesh))
@@ -167,7 +167,7 @@ def test_a_group_that_no_role_uses_is_refused():
     meshes = open_meshes(config, tokenizer)
     mesh = meshes.pop("actor")
     with pytest.raises(ConfigError, match="no use for that role"):
-        plan_online(config, tokenizer, mesh, None, own_meshes=meshes)
+        plan_online(config, tokenizer, mesh, None, role_meshes=meshes)
 
 
 def test_a_mesh_keeps_the_devices_of_its_role():

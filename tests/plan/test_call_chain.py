@@ -12,7 +12,7 @@ from tiny_run import TinyRun
 import jaxrl_llm
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.launch import exits
-from jaxrl_llm.plan.online import Iteration, OnlinePlan
+from jaxrl_llm.plan.plan import Phase, Plan
 
 PACKAGE = Path(jaxrl_llm.__file__).parent
 DOCS = PACKAGE.parent / "docs" / "architecture.md"
@@ -48,8 +48,8 @@ def test_the_chain_from_the_script_to_the_formula(key, tmp_path, monkeypatch):
 
     monkeypatch.setattr(policy_losses, "ppo_clip", formula)
     # Nothing is traced ahead: the chain is that of a step.
-    monkeypatch.setattr(OnlinePlan, "trace", lambda self, *_: None)
-    monkeypatch.setattr(Iteration, "compile_ahead", lambda self: None)
+    monkeypatch.setattr(Plan, "trace", lambda self, *_: None)
+    monkeypatch.setattr(Phase, "compile_ahead", lambda self: None)
     run = TinyRun(tmp_path)
     overrides = {
         "run_dir": str(run.run_dir),

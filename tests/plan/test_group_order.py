@@ -30,7 +30,7 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.types import INPUT_FIELDS, ROLLOUT_FIELDS
@@ -118,7 +118,7 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
     config = packed(config, row_tokens) if row_tokens else config
     mesh = make_mesh(devices=jax.devices()[:1])
     reward = OfSteps(even_tokens)
-    iteration = plan_iteration(config, load_tokenizer("char"), mesh, reward)
+    (iteration,) = plan_online(config, load_tokenizer("char"), mesh, reward).phases
 
     def run(batch):
         batch = make_global(batch, batch_sharding(mesh))

@@ -12,7 +12,7 @@ from tiny_iteration import even_tokens, first_states, open_iteration, run_step, 
 from jaxrl_llm.config import GRPO, ConfigError, LoraConfig
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.learner.rows import ROUTES
-from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -38,7 +38,7 @@ def planned(model, **changes):
         changes[name] = replace(of, **value) if isinstance(value, dict) else value
     mesh = make_mesh(devices=jax.devices()[:1])
     config = replace(config, actor=actor, **changes)
-    return plan_iteration(config, CharTokenizer(), mesh, ArrayReward(even_tokens))
+    return plan_online(config, CharTokenizer(), mesh, ArrayReward(even_tokens)).phases[0]
 
 
 def test_the_coefficients_are_those_of_the_actor():

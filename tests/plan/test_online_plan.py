@@ -18,7 +18,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.offline import plan_offline
-from jaxrl_llm.plan.online import plan_iteration, plan_online
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.roles import roles_of
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.program.stage import HOST
@@ -54,7 +54,7 @@ def test_the_decay_of_the_actor_counts_the_steps_that_it_takes():
     phase = PhaseConfig(algorithm=config_of("grpo").algorithm, steps=3)
     first = PhaseConfig(algorithm=config.algorithm, steps=2)
     phases = planned(replace(config, phases=(first, phase)))  # waits in steps 1 and 2 alone
-    assert [it.config.critic.warmup_steps for it in phases.iterations] == [4, 4, 4]
+    assert [it.config.critic.warmup_steps for it in phases.phases] == [4, 4, 4]
     assert rate_at(phases, "actor", 16) == 0.0 < rate_at(phases, "actor", 15)
     # The critic learns in the other 7 iterations, also where nothing warms up.
     cold = replace(config, phases=(first, phase), critic=replace(config.critic, warmup_steps=0))
@@ -77,11 +77,11 @@ def test_a_critic_that_learns_alone_leaves_steps_to_the_actor():
 def test_rewards_of_steps_reach_the_rewards_of_tokens(kl):
     config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": kl})
     plan = planned(replace(config, reward=replace(config.reward, process_rewards=True)))
-    stages = {stage.name: stage for stage in plan.iterations[0].stages}
+    stages = {stage.name: stage for stage in plan.phases[0].stages}
     assert "step_rewards" in stages["reward"].writes and "step_rewards" in stages["kl"].reads
     assert stages["reward"].shapes(12)["step_rewards"].shape == (12, 5)
     assert "step_rewards" not in {
-        field for stage in planned(config).iterations[0].stages for field in stage.reads
+        field for stage in planned(config).phases[0].stages for field in stage.reads
     }
 
 
@@ -94,7 +94,7 @@ class PadsOutside(CharTokenizer):
 def test_padding_that_is_no_token_of_the_model_is_refused_with_both_sizes():
     mesh = make_mesh(devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="padding id 24 is .*vocabulary of 24 tokens .*has 96"):
-        plan_iteration(tiny_config(), PadsOutside(), mesh, None)
+        plan_online(tiny_config(), PadsOutside(), mesh, None)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])

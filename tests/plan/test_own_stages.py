@@ -74,7 +74,7 @@ def test_a_language_model_has_no_score_to_weigh(tmp_path):
 
 def test_the_example_is_a_config_that_plans(tmp_path):
     config = load_config(str(EXAMPLE), [("run_dir", str(tmp_path))])
-    (iteration,) = _planned(config).iterations
+    (iteration,) = _planned(config).phases
     assert "cost_penalty" in [stage.name for stage in iteration.stages]
     page = (DOCS / "add-a-stage.md").read_text()
     assert EXAMPLE.read_text().split("\n\n\n")[1] in page  # the stage, word for word

@@ -14,7 +14,7 @@ from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config, LoraConfig
 from jaxrl_llm.learner.forward import response_logprobs
 from jaxrl_llm.learner.rows import rows_of
-from jaxrl_llm.plan.online_stages import Planning
+from jaxrl_llm.plan.online_stages import OnlineStages
 
 
 def single(config: Config) -> Config:
@@ -67,9 +67,9 @@ def test_it_is_the_step_with_a_pass_of_its_own(name, rows, monkeypatch):
         np.testing.assert_allclose(metrics[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
     assert metrics["actor/ppo_kl"] == 0 and metrics["actor/pg_clipfrac"] == 0
 
-    catalogue = Planning.catalogue
+    catalogue = OnlineStages.catalogue
     monkeypatch.setattr(
-        Planning, "catalogue", lambda self, own_logprobs: catalogue(self, own_logprobs=False)
+        OnlineStages, "catalogue", lambda self, own_logprobs: catalogue(self, own_logprobs=False)
     )
     names, _, found, _, _, by_pass = step()
     assert "old_log_prob" in names

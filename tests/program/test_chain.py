@@ -44,7 +44,7 @@ def responses_of_two_steps(hf: dict, chained: bool, monkeypatch) -> tuple:
     batch = make_global(prompts(config), batch_sharding(iteration.mesh))
     with count_compilations() as counter, warnings.catch_warnings():
         warnings.filterwarnings("error", "Some donated buffers were not usable")
-        abstract = (iteration.abstract_states(), iteration.abstract_batch())
+        abstract = (iteration.abstract_states(), iteration.batch)
         program.trace(*abstract)
         program.compile_ahead(*abstract)
         program.wait_for_compilers()

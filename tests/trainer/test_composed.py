@@ -33,7 +33,7 @@ from jaxrl_llm.config import (
     load_config,
 )
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.plan.online import plan_iteration
+from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.loop import train
@@ -152,12 +152,12 @@ def test_functions_and_a_model_give_one_score():
     alone = run_step(opened := open_iteration(config), first_states(opened), 1)[1]
     functions = tiny_config(model_reward=False).reward.functions
     reward = RewardConfig(functions=functions, model=RewardModelConfig(weight=0.25))
-    iteration = plan_iteration(
+    (iteration,) = plan_online(
         replace(config, reward=reward),
         load_tokenizer("char"),
         make_mesh(devices=jax.devices()[:1]),
         ArrayReward(even_tokens),
-    )
+    ).phases
     _, batch, metrics = run_step(iteration, first_states(iteration), 1)
     np.testing.assert_array_equal(batch.responses, alone.responses)
     of_functions = even_tokens(np.asarray(batch.responses), np.asarray(batch.mask))

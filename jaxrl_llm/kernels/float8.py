@@ -25,7 +25,7 @@ FLOAT8 = jnp.float8_e4m3fn
 FLOAT8_MAX = 448.0
 Float8Implementation = Literal["auto", "pallas", "xla"]
 _LANE = 128  # threads of a CTA, and features of a line
-_MAX_LINES = 8  # of a step
+_MAX_LINES = 8  # lines of a step
 _STEPS_TOGETHER = 6
 _MIN_GATED_ROWS = 256  # measured on an H200: 64 rows of 7B take 21 us, and 13 us with XLA
 _MAX_SMEM = 226 * 1024
@@ -68,7 +68,7 @@ def rms_norm_float8(
     "auto" takes the Pallas kernel on a Hopper GPU for float32 x and bfloat16 weights with D a
     multiple of 128, XLA elsewhere. `interpret` runs the kernel on a CPU.
 
-    Guarantees: statistics and roundings are those of `numerics.rms_norm`.
+    Guarantees: computes and rounds as `numerics.rms_norm` does.
     Raises: ValueError if the implementation is "pallas" and the kernel cannot take the input.
     """
     B, D = x_BD.shape
@@ -99,7 +99,7 @@ def gated_float8(
     The first F columns are the gate's. Both float32 scales multiply the input first. All that
     follows is float32, but the kernel rounds the activation to bfloat16 once. "auto" takes the
     Pallas kernel on a Hopper GPU for 256 rows or more of bfloat16 with F a multiple of 128, XLA
-    elsewhere. `interpret` and errors are those of `rms_norm_float8`.
+    elsewhere. `interpret` and errors are as in `rms_norm_float8`.
     """
     B, F2 = gate_up_B2F.shape
     F = F2 // 2

@@ -15,7 +15,7 @@ from jaxrl_llm.kernels.mosaic import plgpu
 LOG2_E = math.log2(math.e)
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200
 SM_SHARED_BYTES = 228 * 1024
-SHARED_BYTES_RESERVED = 1024  # of each CTA
+SHARED_BYTES_RESERVED = 1024  # shared memory that each CTA loses to the driver
 
 # Pallas exports no type for these, or one that its own functions do not accept.
 Ref: TypeAlias = Any  # in a kernel's body: global or shared memory, barriers, an accumulator

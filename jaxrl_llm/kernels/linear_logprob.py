@@ -104,24 +104,9 @@ def linear_logprob(
     Guarantees: gradients flow through both results, and the weight's is accumulated in float32.
     Tokens of chunks that are not computed get 0 and no gradient. Other unwanted tokens get
     unspecified numbers.
-    Raises: ValueError for a temperature or chunk that is not positive, and for shapes that differ.
     """
     if chunk is None:
         chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
-    if temperature <= 0.0 or chunk < 1:
-        raise ValueError(
-            f"temperature {temperature} and chunk {chunk} must be positive; the log-probabilities "
-            "of greedy decoding are those of temperature 1"
-        )
-    if hidden_ND.shape[:-1] != targets_N.shape or hidden_ND.shape[-1:] != weight_VD.shape[1:]:
-        raise ValueError(
-            f"hidden {hidden_ND.shape}, weight {weight_VD.shape} and targets {targets_N.shape} "
-            "do not belong together: they should be [..., D], [V, D] and [...]"
-        )
-    if lengths is not None and lengths.shape != targets_N.shape[:-1]:
-        raise ValueError(
-            f"lengths {lengths.shape} of targets {targets_N.shape}: give one number a row"
-        )
     assert strict is None or softcap is None, "config rules refuse both"
     whole = targets_N.ndim == 1 and targets_N.size > 0
     if strict is not None and (not whole or targets_N.size % strict.rows):
@@ -199,7 +184,7 @@ def strict_logprob(
 ) -> tuple[Array, Array]:
     """Log-probs of a chunk's targets, and the log-sum-exp of the logits over the temperature.
 
-    Requires: a chunk as large as that of every other caller, and its `strict_sums`.
+    Requires: a chunk as large as every other caller's, and its `strict_sums`.
     """
     inputs = jax.lax.optimization_barrier((logits_CV, sums_CM, targets_C))
     logits_CV, sums_CM, targets_C = inputs
@@ -218,7 +203,7 @@ def sum_squared_probs(
 ) -> Float[Array, " *N"]:
     """Sum over the vocabulary of p^2, p = softmax(hidden @ weight.T / temperature), in float32.
 
-    Shapes, `softcap` and `chunk` are those of `linear_logprob`. The result has no gradient.
+    Shapes, `softcap` and `chunk` are as in `linear_logprob`. The result has no gradient.
     """
     if chunk is None:
         chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
@@ -470,7 +455,7 @@ def _larger(together: int, stop: Array | None, x_KC: Array) -> Array:
 
 
 def _most_together(rows: int, vocab_size: int) -> int:
-    """How many strict chunks the backward pass joins at most."""
+    """The most strict chunks that the backward pass joins."""
     return max(1, DEFAULT_CHUNK_LOGITS // (rows * vocab_size))
 
 

@@ -51,14 +51,7 @@ def linear_top_k(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Int[Array, "*N K"], Float[Array, "*N K"]]:
-    """The k likeliest tokens of each position, best first, and their log-probs; no gradient.
-
-    Raises: ValueError for a k that is not from 1 to the vocabulary's size.
-    """
-    if not 1 <= k <= weight_VD.shape[0]:
-        raise ValueError(
-            f"top_k={k} of a vocabulary of {weight_VD.shape[0]}: it must be from 1 to that"
-        )
+    """The k likeliest tokens of each position, best first, and their log-probs; no gradient."""
     axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
     hidden_GCD = _split(hidden_ND, axis, _chunks(hidden_ND, weight_VD, chunk))
 

@@ -1,4 +1,4 @@
-"""How the devices of a mesh share the work of a kernel, which the partitioner cannot split.
+"""Shares a kernel's work over the devices of a mesh, as the partitioner cannot split it.
 
 Where they share the tokens of a row, each device has two chunks of it: of 2n equal chunks, device i
 of n has i and 2n - 1 - i. Causal attention is then the same work on each device.
@@ -27,7 +27,7 @@ class MeshSplit:
 
     @property
     def num_devices(self) -> int:
-        """How many devices share the work."""
+        """The number of devices that share the work."""
         return axes_size((*self.rows, *self.tokens, *self.heads))
 
     @property

@@ -30,7 +30,7 @@ __all__ = ["cache_ptxas_version", "find_kernel_runtime", "number_no_kernels", "p
 
 
 def find_kernel_runtime() -> None:
-    """What an executable with such kernels needs before it is read: jax sets it at an import."""
+    """Prepare to read an executable with such kernels, as jax does at an import."""
     import jax.experimental.mosaic.gpu  # noqa: F401
 
 

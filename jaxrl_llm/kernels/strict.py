@@ -26,7 +26,7 @@ from jaxrl_llm.kernels.hopper import num_blocks, on_gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Strict:
-    """How strict operations compute. Sampler and trainer must have equal ones."""
+    """Settings of strict operations. Sampler and trainer must have equal ones."""
 
     rows: int  # C
     block: int  # J, keys of a block; sums over keys go block after block
@@ -39,7 +39,7 @@ _in_scope: ContextVar[Strict | None] = ContextVar("strict", default=None)
 
 @contextlib.contextmanager
 def strict_scope(strict: Strict | None) -> Iterator[None]:
-    """What is traced within computes its layers strictly, unless `strict` is None."""
+    """Trace layers within this context strictly, unless `strict` is None."""
     token = _in_scope.set(strict)
     try:
         yield
@@ -236,7 +236,7 @@ class Runs(NamedTuple):
     second_end_X: Int[Array, " X"]
 
     def steps(self, block: int) -> Int[Array, " X"]:
-        """How many blocks hold the keys; each run begins a block."""
+        """The number of blocks that hold the keys; each run begins a block."""
         second = num_blocks(self.second_end_X - self.second_X, block)
         return num_blocks(self.first_end_X - self.first_X, block) + second
 

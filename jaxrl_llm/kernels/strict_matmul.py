@@ -80,7 +80,7 @@ def default_tile(num_rows: int, depth: int, outputs: int) -> Tile:
 
 
 def fits(depth: int, outputs: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether the kernel takes a kernel [D, F] of this dtype."""
+    """Check that the kernel takes a kernel [D, F] of this dtype."""
     return dtype == jnp.bfloat16 and depth % DEPTH == 0 and outputs % 64 == 0
 
 

@@ -19,7 +19,7 @@ from jaxrl_llm.kernels.mosaic import plgpu
 from jaxrl_llm.kernels.strict import strict_sum
 from jaxrl_llm.numerics import rms_norm
 
-THREADS = 128  # of a CTA
+THREADS = 128  # threads of a CTA
 FEWEST, MOST = 512, 16384  # features: fewer leave a CTA idle, more exceed its registers
 
 

@@ -227,16 +227,6 @@ def test_no_tokens(strict):
     np.testing.assert_array_equal(gradient, 0.0)
 
 
-def test_refusals():
-    hidden, weight, targets = case((4,))
-    with pytest.raises(ValueError, match="must be positive"):
-        linear_logprob(hidden, weight, targets, temperature=0.0)
-    with pytest.raises(ValueError, match="do not belong together"):
-        linear_logprob(hidden, weight.T, targets)
-    with pytest.raises(ValueError, match="one number a row"):
-        linear_logprob(hidden, weight, targets, lengths=targets)
-
-
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 def test_squared_probabilities_equal_those_of_whole_logits(chunk):
     rng = np.random.default_rng(0)

@@ -91,12 +91,6 @@ def test_the_likeliest_tokens_are_those_of_whole_logits(shape, chunk, temperatur
     np.testing.assert_allclose(np.exp(all_logprobs).sum(-1), 1.0, rtol=1e-5)
 
 
-def test_a_k_that_cannot_be_is_refused():
-    hidden, weight, _ = case((2,))
-    with pytest.raises(ValueError, match="vocabulary of 11"):
-        linear_top_k(hidden, weight, VOCAB + 1)
-
-
 def test_whole_logits_never_exist():
     """Of the shapes in the programs, forward and backward, none is [positions, vocabulary]."""
     tokens, vocab, chunk = 64, 96, 8

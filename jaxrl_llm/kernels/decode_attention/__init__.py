@@ -3,7 +3,7 @@
 `prefix_decode_attention` chooses between the Hopper kernel (kernel.py) and XLA (reference.py).
 docs/kernels.md has a picture of a step.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 from typing import Literal
@@ -83,7 +83,7 @@ def prefix_decode_attention(
 
     A slot sees its prompt entries, then its own entries. The new token is the last own entry.
     With a `window`, a slot sees only the last `window` entries. `sinks` and
-    `softcap` are those of `flash_attention.attention`.
+    `softcap` work as in `flash_attention.attention`.
 
     - "pallas" reads the blocks that hold visible entries, and nothing else. It reads `num_splits`
       splits of a slot in parallel and merges them. None chooses the number from the shapes. A
@@ -109,23 +109,19 @@ def prefix_decode_attention(
     """
     inputs.check()
     assert strict is None or (sinks is None and softcap is None), "config rules refuse both"
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: use at least 1, or None to see everything")
     if implementation == "auto":
         implementation = "pallas" if _kernel_fits(inputs) else "xla"
     if implementation == "xla":
         if strict is not None:
             return decode_attention_strict(inputs, strict)
         return decode_attention_xla(inputs, window, sinks, softcap)
-    if implementation != "pallas":
-        raise ValueError(f"implementation is {implementation!r}: use auto, pallas or xla")
     B, _, H = inputs.q_BNH.shape
     K = inputs.own_OK2RH.shape[1]
     tuning = tuning or default_tuning(H, inputs.own_OK2RH.dtype)
     if window is not None:
         schedule = None
     if schedule is not None:
-        _check_schedule(schedule, inputs, num_splits, tuning.block)
+        _check_schedule(schedule, inputs, tuning.block)
         num_splits = schedule.jobs.num_splits
     elif num_splits is None:
         capacity = inputs.prefix_capacity + inputs.own_capacity
@@ -134,7 +130,6 @@ def prefix_decode_attention(
     check_supported(
         inputs,
         tuning,
-        num_splits,
         prompt_tiles=schedule is not None and schedule.prompts is not None,
         interpreted=interpret is not None,
     )
@@ -152,7 +147,7 @@ def prefix_decode_attention(
 
 
 def _kernel_fits(inputs: DecodeInputs) -> bool:
-    """Whether "auto" chooses the kernel. A size that is no whole block then raises ValueError."""
+    """Check that "auto" chooses the kernel. Then a size that is not a whole block is an error."""
     return (
         inputs.q_BNH.dtype == jnp.bfloat16
         and inputs.own_OK2RH.dtype in CACHE_DTYPES
@@ -162,15 +157,9 @@ def _kernel_fits(inputs: DecodeInputs) -> bool:
     )
 
 
-def _check_schedule(
-    schedule: DecodeSchedule, inputs: DecodeInputs, num_splits: int | None, block: int
-) -> None:
+def _check_schedule(schedule: DecodeSchedule, inputs: DecodeInputs, block: int) -> None:
+    """Raise ValueError for a schedule of other inputs: parts that nothing wrote would be merged."""
     jobs, prompts, B = schedule.jobs, schedule.prompts, inputs.q_BNH.shape[0]
-    if num_splits not in (None, jobs.num_splits):
-        raise ValueError(
-            f"num_splits is {num_splits}, the schedule's {jobs.num_splits}: pass it to "
-            "decode_schedule"
-        )
     tiles = None if prompts is None else prompts.slots_WI.shape
     wanted = (B, TILE_ROWS // padded_rows(inputs.group_size))
     if jobs.table_U4.shape != (B * jobs.num_splits, 4) or tiles not in (None, wanted):
@@ -182,7 +171,7 @@ def _check_schedule(
     sizes = jobs.blocks_per_split, jobs.block
     if sizes != (split_blocks(capacity, jobs.num_splits, block), block):
         raise ValueError(
-            f"the schedule's splits have {sizes[0]} blocks of {sizes[1]} entries, not those of "
-            f"caches with room for {capacity} in blocks of {block}: make it with this call's "
+            f"the schedule's splits have {sizes[0]} blocks of {sizes[1]} entries, but "
+            f"the caches have room for {capacity} in blocks of {block}: make it with this call's "
             "prefix_capacity, own_capacity and tuning"
         )

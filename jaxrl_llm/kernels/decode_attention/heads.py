@@ -3,7 +3,7 @@
 A CTA has a slot. TMA loads the rows of its heads into shared memory, where they are normed and
 turned by rope. It stores them where decode attention reads them. XLA makes three kernels of this.
 
-Shape letters: those of inputs.py, and A = N + 2 K heads, L = G rounded up to 8, P = H / 2 pairs
+Shape letters: see inputs.py, and A = N + 2 K heads, L = G rounded up to 8, P = H / 2 pairs
 that rope turns, X = K L rows of a slot's queries.
 """
 
@@ -23,7 +23,7 @@ from jaxrl_llm.kernels.mosaic import plgpu
 HEAD_DIMS = (64, 128, 256)
 # Without norms XLA makes one kernel of it, to which it adds the sum of a split matmul's parts.
 MIN_SLOTS_WITHOUT_NORMS = 128
-_MAX_ROWS = 256  # of a TMA copy
+_MAX_ROWS = 256  # rows of a TMA copy
 _VECTOR = 8  # features that a thread loads at once: 16 bytes
 _LANES, _WARPS = 32, 4
 
@@ -48,13 +48,13 @@ class StepHeads:
     cos_BP: jax.Array  # float32, of pairs (i, i + H / 2)
     sin_BP: jax.Array
     norms: HeadNorms | None
-    query_scale: float = field(metadata={"static": True})  # of queries after rope
+    query_scale: float = field(metadata={"static": True})  # factor of queries after rope
 
 
 def heads_fit(
     shape: tuple[int, int, int], dtype: jax.typing.DTypeLike, num_pairs: int, *, with_norms: bool
 ) -> bool:
-    """Whether the kernel takes heads [B, A, H] with so many pairs, and is the fastest way."""
+    """Check that the kernel takes heads [B, A, H] with so many pairs, and is the fastest way."""
     B, A, H = shape
     takes = dtype == jnp.bfloat16 and H in HEAD_DIMS and num_pairs == H // 2 and A <= _MAX_ROWS
     return takes and (with_norms or B >= MIN_SLOTS_WITHOUT_NORMS)
@@ -69,7 +69,7 @@ def queries_and_entries(
     result is [B, K, 2, H].
 
     Requires: `heads_fit`.
-    Guarantees: roundings are those of `RMSNorm` and `apply_rope`.
+    Guarantees: rounds as `RMSNorm` and `apply_rope` do.
     """
     heads_BAH, norms = heads.heads_BAH, heads.norms
     (B, A, H), K = heads_BAH.shape, num_kv_heads

@@ -6,7 +6,7 @@ an SM (`MatmulForms.ctas_per_sm`): while one computes, the loads of the others a
 loads the first blocks of its next tile job while it finishes the current one. One fused XLA
 operation merges the splits of a slot. docs/kernels.md has a picture.
 
-Shape letters: those of inputs.py, and L = G rounded up to 8, X and Y rows of a slot, S splits of a
+Shape letters: see inputs.py, and L = G rounded up to 8, X and Y rows of a slot, S splits of a
 slot, M = 64 rows of a tensor-core tile, J entries of a block, U tile jobs of slots, W prompt tiles,
 I = 64 // L slots of a prompt tile.
 """
@@ -46,7 +46,6 @@ from jaxrl_llm.kernels.decode_attention.pipeline import (
     scratch_types,
 )
 from jaxrl_llm.kernels.decode_attention.schedule import (
-    MAX_SPLITS,
     DecodeSchedule,
     max_entries_read,
     split_blocks,
@@ -57,7 +56,7 @@ from jaxrl_llm.kernels.partial_softmax import PartialResult, merge
 
 HEAD_DIMS = (*ROWS_HEAD_DIMS, 256)
 CACHE_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float8_e4m3fn))
-_MAX_SMEM = 226 * 1024  # of a CTA, less its barriers
+_MAX_SMEM = 226 * 1024  # shared memory of a CTA, less its barriers
 
 
 def decode_attention_mosaic(
@@ -200,12 +199,11 @@ def rows_of_slots(
 def check_supported(
     inputs: DecodeInputs,
     tuning: DecodeTuning,
-    num_splits: int,
     *,
     prompt_tiles: bool,
     interpreted: bool,
 ) -> None:
-    """Raise ValueError, with the remedy, for what the kernel does not support."""
+    """Raise ValueError, with the remedy, where the kernel would compute something else."""
     H, G = inputs.q_BNH.shape[2], inputs.group_size
     q_dtype, cache_dtype = inputs.q_BNH.dtype, inputs.own_OK2RH.dtype
     P, R = inputs.prefix_capacity, inputs.own_OK2RH.shape[3]
@@ -224,13 +222,6 @@ def check_supported(
         raise ValueError(
             f"prompts that slots share with head_dim {H}: the kernel takes {ROWS_HEAD_DIMS}; make "
             "the schedule with slots_per_prompt=1"
-        )
-    if not 1 <= num_splits <= MAX_SPLITS:
-        raise ValueError(f"num_splits is {num_splits}: use 1 to {MAX_SPLITS}")
-    L = padded_rows(G)
-    if MatmulForms.of(L, with_prompt_tiles=True).smem(tuning, H, L, cache_dtype) > _MAX_SMEM:
-        raise ValueError(
-            f"{tuning} needs more than {_MAX_SMEM} bytes: use a smaller block or fewer stages"
         )
     if q_dtype != jnp.bfloat16 or cache_dtype not in CACHE_DTYPES:
         raise ValueError(
@@ -251,11 +242,11 @@ class _Sizes:
     num_splits: int
     prompt_splits: int  # 0 without prompt tiles
     slots_per_tile: int  # 0 without prompt tiles
-    blocks_per_split: int  # of a slot
+    blocks_per_split: int  # blocks in a split of a slot
     pages_per_slot: int
     max_jobs: int
     direct_output: bool  # a slot is one tile job, which writes the result itself: no merge
-    ctas: int  # that run at once
+    ctas: int  # CTAs that run at once
 
     @property
     def num_ctas(self) -> int:
@@ -598,9 +589,9 @@ def _sinks_part(sinks_N: Array, like: PartialResult) -> PartialResult:
 def _partial_results(
     outputs: Sequence[Array], splits_B: Array | None, reads_B: Array
 ) -> list[PartialResult]:
-    """The kernel's outputs by split: those of slots, then those of prompts if there are any.
+    """The kernel's outputs by split: of slots, then of prompts if there are any.
 
-    A slot has `splits_B` splits (None: all), at least one, and those of a prompt if it `reads` one.
+    A slot has `splits_B` splits (None: all), at least one, and a prompt's splits if it `reads` one.
     """
     out_BKSLH, lse_BKSL, *of_prompts = outputs
     partials: list[PartialResult] = []

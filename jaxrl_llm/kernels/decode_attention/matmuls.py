@@ -7,7 +7,7 @@
   nor their exponentials, nor the result are padded to 64. The weights pass through shared memory,
   and the maximum of a column is computed across warps.
 
-Shape letters: those of kernel.py.
+Shape letters: see kernel.py.
 """
 
 import abc
@@ -29,11 +29,11 @@ Operand = jax.Array | Ref  # in registers, or in shared memory
 class Matmuls(abc.ABC):
     """Attention of a tile job's queries to its blocks.
 
-    The interpreter takes operands from memory only, and that of jax 0.10 supports neither layouts
+    The interpreter takes operands from memory only. In jax 0.10 it supports neither layouts
     nor transposed operands. In interpret mode operands therefore pass through the `spill` buffers.
     """
 
-    entries_axis: int  # of the scores; queries are on the other axis, also of results
+    entries_axis: int  # entries' axis of the scores; queries are on the other axis, also in results
 
     def __init__(self, pipeline: Pipeline, *, strictly: bool = False) -> None:
         """`strictly` adds a block's values in the accumulator, as flash attention does."""
@@ -47,7 +47,7 @@ class Matmuls(abc.ABC):
 
     @abc.abstractmethod
     def queries(self, buffer: jax.Array) -> Operand:
-        """The queries as an operand. `buffer` is where those of a slot were loaded."""
+        """The queries as an operand. `buffer` is where a slot's queries were loaded."""
 
     @abc.abstractmethod
     def multiply_keys(self, scores_ref: Ref, keys_JH: Ref, q: Operand) -> None:

@@ -5,7 +5,7 @@ soon as a block has been multiplied, its stage is loaded with the block `stages`
 block may belong to the CTA's next tile job. A float8_e4m3fn cache is loaded as float8. Each block
 is then converted to float16, which is exact, in a buffer of its own.
 
-Shape letters: those of kernel.py.
+Shape letters: see kernel.py.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxrl_llm.kernels.hopper import (
 )
 from jaxrl_llm.kernels.mosaic import plgpu
 
-TILE_ROWS = 64  # of a warpgroup's matmul
+TILE_ROWS = 64  # rows of a warpgroup's matmul
 MAX_GROUP_SIZE = TILE_ROWS - 1  # query heads of a KV head that are rows
 ROWS_HEAD_DIMS = (64, 128)  # with queries as rows: at 256 two accumulators exceed the registers
 MAX_COLUMNS = 16  # queries of a slot that are columns; more fill enough of a tile's rows
@@ -39,14 +39,8 @@ WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # jax 0.10's load takes
 class DecodeTuning:
     """Sizes of the pipeline. The shared memory of a CTA decides how many share an SM."""
 
-    block: int = 64  # cache entries of a step; divides a prompt row and a page
+    block: int = 64  # cache entries of a step, 64 to 256 by 64; divides a prompt row and a page
     stages: int = 2  # blocks of keys and of values in flight
-
-    def __post_init__(self) -> None:
-        if self.block % 64 or not 64 <= self.block <= 256:
-            raise ValueError(f"block is {self.block}: use 64, 128, 192 or 256")
-        if self.stages < 2:
-            raise ValueError(f"stages is {self.stages}: use at least 2, or nothing overlaps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +266,7 @@ class Blocks:
 )
 @dataclasses.dataclass(frozen=True)
 class TileJob:
-    """What a CTA does at a time: some blocks of one KV head, for a slot or a prompt tile.
+    """A job of a CTA: some blocks of one KV head, for a slot or a prompt tile.
 
     Every field but the first is an int32 scalar. A field that the job does not use may be anything.
     """

@@ -1,6 +1,6 @@
 """Decode attention in plain jax.numpy: the float32 reference and XLA's implementation.
 
-Shape letters: those of inputs.py; S entries of a slot.
+Shape letters: see inputs.py; S entries of a slot.
 """
 
 import jax.numpy as jnp

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl_llm.kernels.decode_attention.pipeline import (
-    MAX_GROUP_SIZE,
     TILE_ROWS,
     DecodeTuning,
     padded_rows,
@@ -21,7 +20,7 @@ from jaxrl_llm.kernels.hopper import SMS, num_blocks
 
 MAX_SPLITS = 16
 MAX_PROMPT_SPLITS = 4  # merging them takes time
-CTAS = 2 * SMS  # that the jobs are split for; more run where each needs less shared memory
+CTAS = 2 * SMS  # CTAs that the jobs are split for; more run where each needs less shared memory
 JOBS_PER_CTA = 24  # with full caches
 
 
@@ -60,7 +59,7 @@ class PromptTiles:
     lengths_W: Int[Array, " W"]  # prompt length
     num_slots_W: Int[Array, " W"]
     slots_WI: Int[Array, "W I"]  # past num_slots_W, any slot
-    num_splits: int  # of a prompt
+    num_splits: int  # splits of a prompt
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["jobs", "prompts"], meta_fields=[])
@@ -88,21 +87,13 @@ def decode_schedule(
 ) -> DecodeSchedule:
     """The schedule of one decode step, made once and passed to `prefix_decode_attention` per layer.
 
-    The arrays and sizes are those of `DecodeInputs`; `group_size` is G. Slots share a prompt where
+    `DecodeInputs` explains the arrays and sizes; `group_size` is G. Slots share a prompt where
     row and length are equal, in any order. `slots_per_prompt` is the expected number of slots per
     prompt. It only sizes the jobs, but with 1 every slot reads its prompt alone. `num_splits` and
     `prompt_splits` are the splits of a slot and of a prompt; None chooses them from the shapes. Set
-    them where batches of different sizes must give the same bits.
-
-    Raises: ValueError for numbers out of range.
+    them where batches of different sizes must give the same bits, at most MAX_SPLITS and
+    MAX_PROMPT_SPLITS.
     """
-    if not 1 <= group_size <= MAX_GROUP_SIZE or slots_per_prompt < 1:
-        raise ValueError(
-            f"group_size is {group_size}, slots_per_prompt {slots_per_prompt}: "
-            f"use 1 to {MAX_GROUP_SIZE}, and at least 1"
-        )
-    if prompt_splits is not None and not 1 <= prompt_splits <= MAX_PROMPT_SPLITS:
-        raise ValueError(f"prompt_splits is {prompt_splits}: use 1 to {MAX_PROMPT_SPLITS}, or None")
     B, block = prefix_rows_B.shape[0], tuning.block
     prompts = None
     if slots_per_prompt > 1:

@@ -4,7 +4,7 @@
 token sees padding, so `lengths` is needed only without one. A `Visibility` describes packed rows,
 prompts that several responses share, and padding anywhere. docs/kernels.md has pictures.
 
-Shape letters: those of common.py.
+Shape letters: see common.py.
 """
 
 from typing import Literal
@@ -156,11 +156,9 @@ def attention(
             raise ValueError(f"cudnn attention takes no {what}: use pallas, xla or auto")
         out_BTNH = _attention_cudnn(q_BTNH, k_BTKH, v_BTKH, causal, window, lengths)
         return checkpoint_name(out_BTNH, ATTENTION)
-    if implementation == "xla":
-        how = (causal, window, lengths, visibility, sinks, softcap)
-        out_BTNH = attention_xla(q_BTNH, k_BTKH, v_BTKH, *how)
-        return checkpoint_name(out_BTNH, ATTENTION)
-    raise ValueError(f"attention implementation {implementation!r}: use pallas, auto, cudnn or xla")
+    how = (causal, window, lengths, visibility, sinks, softcap)
+    out_BTNH = attention_xla(q_BTNH, k_BTKH, v_BTKH, *how)
+    return checkpoint_name(out_BTNH, ATTENTION)
 
 
 def _strictly(

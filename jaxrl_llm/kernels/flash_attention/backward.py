@@ -8,7 +8,7 @@ a fixed order and uses no atomics: gradients have the same bits in every run.
 
 With P the weights, dP = dO V^T and delta = rowsum(dO * O): dS = P * (dP - delta),
 dQ = dS K / sqrt(H), dK = dS^T Q / sqrt(H), dV = P^T dO. A soft cap multiplies dS by its derivative,
-1 - tanh^2. Shape letters: those of common.py.
+1 - tanh^2. Shape letters: see common.py.
 """
 
 from functools import partial
@@ -106,7 +106,7 @@ def backward(
 def backward_schedules(
     ranges: Ranges, num_rows: int, num_heads: int, num_kv_heads: int, tuning: Tuning
 ) -> tuple[Schedule, Schedule]:
-    """The tile jobs of the dq kernel, and those of the kernels of dk and dv.
+    """The tile jobs of the dq kernel, and of the kernels of dk and dv.
 
     All queries of a group's responses see its prompt. So the few tiles of the prompt's keys would
     take many times as long as all others. Few rows have fewer tiles than the GPU has SMs. In both
@@ -316,7 +316,7 @@ def _sum_partials(
 ) -> Array:
     """The gradient [B, T, K, H]: float32 partial gradients of its tiles of t keys, added in order.
 
-    J are the tile jobs. `jobs_of_tile` is that of `Schedule`.
+    J are the tile jobs. `jobs_of_tile` is a field of `Schedule`.
     """
     B, T, K, H = like_BTKH.shape
     tile = partials_JKtH.shape[2]

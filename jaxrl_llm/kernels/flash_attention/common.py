@@ -1,4 +1,4 @@
-"""What the forward and gradient kernels of flash attention share.
+"""Parts that the forward and gradient kernels of flash attention share.
 
 Shape letters of this package: B rows of the batch, T query tokens, S key tokens (T == S unless the
 queries are a part of the row), N query heads, K KV heads, G = N / K query heads of a KV head, H
@@ -245,7 +245,7 @@ def load_ranges(
 
 
 def sees(ranges: tuple[Array, ...], query: Array, key: Array, axis: int) -> Array:
-    """Which query sees which key. `query` and `key` are positions; `axis` is that of queries.
+    """Which query sees which key. `query` and `key` are positions; `axis` is the queries' axis.
 
     An even number of ranges ends with `last`, see `Ranges`.
     """
@@ -275,7 +275,7 @@ def split_index(refs: tuple[Ref, ...], num_index: int) -> tuple[Ref, Ref, Ref, t
 def is_full(
     full_ref: Ref, row: Array, query: Array, key: Array, keys: int, block: tuple[Array, Array]
 ) -> Array:
-    """Whether every query of a block sees every one of its keys, so that no mask is needed.
+    """Check that every query of a block sees every one of its keys, so that no mask is needed.
 
     `query` and `key` are the block's first positions. `block` is (query block, key block) in the
     schedule's table. Plain causal rows have no table, so that a step waits for no load.
@@ -300,5 +300,5 @@ def drain(free: tuple[Ref, ...], num_steps: Array, stages: int) -> None:
 
 
 def key_block(first: Array, num_first: Array, second: Array, step: Array) -> Array:
-    """The key block of a step: those of the first range, then those of the second."""
+    """The key block of a step: blocks of the first range, then of the second."""
     return jnp.where(step < num_first, first + step, second + step - num_first)

@@ -5,7 +5,7 @@ TMA into a ring in shared memory. Two consumer warpgroups own half of the querie
 alternate at the tensor cores (FlashAttention-3, arXiv:2407.08608). Key blocks that no query of the
 tile sees are not loaded. Blocks that all queries see are not masked.
 
-Shape letters: those of common.py.
+Shape letters: see common.py.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
 """Flash attention on Hopper GPUs: padding and the custom gradient around the kernels.
 
-Shape letters: those of common.py.
+Shape letters: see common.py.
 """
 
 from dataclasses import replace
@@ -159,7 +159,7 @@ def mosaic_attention_of_runs(
     """`mosaic_attention`, with a pass over each token's own run and one over its prefix.
 
     So decode attention computes them, which reads a prompt once for several slots. `ranges` are
-    those of the runs, of the prefixes, and of both.
+    for the runs, the prefixes, and both.
     """
     return _runs_forward(q_BTNH, k_BTKH, v_BTKH, ranges, tuning, interpret)[0]
 

@@ -1,6 +1,6 @@
 """Attention of whole rows in plain jax.numpy: the float32 reference and XLA's implementation.
 
-Shape letters: those of common.py.
+Shape letters: see common.py.
 """
 
 from functools import partial
@@ -85,8 +85,8 @@ def attention_strict(
 ) -> Array:
     """The attention with a fixed order of sums, by XLA; see `kernels.strict`.
 
-    A token's keys are those of its prefix, then those of its run, each in blocks from its first.
-    The gradient is that of `attention_xla`.
+    A token's keys are the keys of its prefix, then of its run, each in blocks from its first.
+    The gradient equals the gradient of `attention_xla`.
     """
     B, T, N, H = q_BTNH.shape
     (_, S, K, _), block = k_BSKH.shape, strict.block
@@ -173,8 +173,6 @@ def check_inputs(
         )
     if N % K:
         raise ValueError(f"{N} query heads cannot share {K} KV heads: give a divisor of {N}")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window {window} with causal={causal}: a window is at least 1 and causal")
     if visibility is None:
         return
     if not causal or window is not None or lengths is not None:
@@ -201,7 +199,7 @@ def _zero_unseeing(x_BTNH: Array, visibility: Visibility | None) -> Array:
 
 
 def _zero_unseen(x_BSKH: Array, visibility: Visibility | None) -> Array:
-    """`_zero_unseeing` of keys, where each query has its key; those of other queries are finite."""
+    """`_zero_unseeing` of keys, where each query has its key; keys of other queries are finite."""
     if visibility is None or visibility.last_BT is not None:
         return x_BSKH
     return _zero_unseeing(x_BSKH, visibility)

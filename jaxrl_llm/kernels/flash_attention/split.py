@@ -3,7 +3,7 @@
 Tokens may be split too (context parallelism), in `token_order`. Keys and values are gathered over
 the devices, which grouped heads make small.
 
-Shape letters: those of common.py.
+Shape letters: see common.py.
 """
 
 import math

@@ -76,10 +76,7 @@ def packed_visibility(
     positions of its own sequence, itself included. A response's sequence begins with its prefix.
 
     Requires: an id has one run per row.
-    Raises: ValueError if the window is under 1.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window {window}: use None for no window, or 1 and more")
     T = segment_ids_BT.shape[1]
     t = jnp.arange(T, dtype=jnp.int32)
     first_BT = jnp.pad(
@@ -147,7 +144,7 @@ class Ranges:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether some queries may have a second range."""
+        """True where some queries may have a second range."""
         return self.values_RCT is not None and self.values_RCT.shape[1] >= 3
 
 
@@ -163,7 +160,7 @@ def ranges_of(
 ) -> Ranges:
     """The ranges of rows of `length` tokens that are padded to `padded` tokens.
 
-    `num_keys` is that of a visibility with `last`, padded too.
+    `num_keys` is the padded number of keys of a visibility with `last`.
     """
     t = np.arange(padded, dtype=np.int32)
     if visibility is not None:

@@ -4,7 +4,7 @@ In whole rows, chunks of tokens are computed by matmuls and the states go from c
 token follows the tokens of its run, and before these the prompt that its run answers. Other tokens
 of the row do not touch its state.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def gated_delta(inputs: Inputs, chunking: Chunking, split: MeshSplit | None = No
     """The outputs of all tokens, float32 [B, T, N, V].
 
     Requires: inputs of padding are finite, as a chunk multiplies them by 0. Where tokens are split,
-        they are in `token_order`; the chunking is that of rows in their own order.
+        they are in `token_order`; the chunking belongs to rows in their own order.
     """
     if split is not None and split.num_devices > 1:
         tokens = split.tokens or None
@@ -79,7 +79,7 @@ def gated_delta_states(
     if split is not None and split.num_devices > 1:
 
         def specs(rows: Any, heads: Any) -> tuple[tuple[Any, ...], Any]:
-            assert rows is None, "states are those of prompts, whose rows are not split"
+            assert rows is None, "prompts have states only where rows are not split"
             states = state_specs(heads, None, None)
             return (PartitionSpec(), PartitionSpec()), (PartitionSpec(None, None, heads), states)
 

@@ -1,6 +1,6 @@
 """Chunks of tokens by matmuls: all that does not depend on the states before a chunk.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ SMALLEST = 8  # rows of a block that is inverted, and of a matmul
 
 
 class Chunks(NamedTuple):
-    """What does not depend on the states before a chunk."""
+    """Terms that do not depend on the states before a chunk."""
 
     k_XBNCH: jax.Array
     q_XBNCH: jax.Array  # with the decay since the chunk began
-    values_XBNCV: jax.Array  # what the tokens write, with empty states before the chunk
+    values_XBNCV: jax.Array  # values that the tokens write, with empty states before the chunk
     reads_XBNCH: jax.Array  # keys that read the state before the chunk
-    scores_XBNCC: jax.Array  # of queries and keys, decayed
+    scores_XBNCC: jax.Array  # products of queries and keys, decayed
     decay_XBNCC: jax.Array  # from one token to another that follows it; 0 where none does
     since_XBNC: jax.Array  # the decay since the chunk began
 
@@ -58,7 +58,7 @@ def chunks_of(
 def unit_lower_inverse(below: jax.Array) -> jax.Array:
     """The inverse of 1 + `below`, which is zero on and over the diagonal; [..., C, C].
 
-    Inverses of small blocks on the diagonal are joined to those of blocks of twice the size.
+    Inverses of small blocks on the diagonal are joined to inverses of blocks of twice the size.
     Requires: C is a power of 2.
     """
     return _inverse(below)

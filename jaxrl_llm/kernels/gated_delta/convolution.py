@@ -1,6 +1,6 @@
 """The convolution over the last tokens that a token follows, and its gradient without a scatter.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 import jax
@@ -70,7 +70,7 @@ def _over_prompts_backward(
         given.append(jnp.moveaxis(own, 0, 1).reshape(B, -1, E)[:, :length])
     # Without the barrier XLA fuses all this into the sums of taps, where few threads repeat it.
     given = jax.lax.optimization_barrier(given)
-    of_kernel = [jnp.zeros(E, jnp.float32)]  # of the token itself: none is of a prompt
+    of_kernel = [jnp.zeros(E, jnp.float32)]  # no prompt's token has distance 0
     of_x_BTE = jnp.zeros_like(x_BTE)
     for distance, given_BTE in enumerate(given, start=1):
         of_x_BTE += given_BTE * kernel_EW[:, -1 - distance]

@@ -1,4 +1,4 @@
-"""What a layer of the gated delta rule (arXiv:2412.06464) reads and keeps.
+"""Inputs and states of a layer of the gated delta rule (arXiv:2412.06464).
 
 A head has a state S of keys by values. Of a token with key k, value v, decay a = exp(g) and rate b:
 
@@ -29,16 +29,16 @@ class Streams(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a layer makes of its tokens."""
+    """Queries, keys, values and gates of a layer's tokens."""
 
     streams: Streams  # before the convolution, [B, T, ...]
-    kernels: Streams  # of the convolution, [..., W]
+    kernels: Streams  # kernels of the convolution, [..., W]
     log_decay_BTN: jax.Array  # float32, at most 0
     rate_BTN: jax.Array  # float32, from 0 to 1
 
 
 class DeltaState(NamedTuple):
-    """What a layer keeps of the tokens that it has read."""
+    """The state of a layer after the tokens that it has read."""
 
     memory: jax.Array  # float32 [..., N, V, H]
     window: jax.Array  # the last W - 1 tokens before the convolution, `channels` [..., W - 1, E]

@@ -1,6 +1,6 @@
 """Which tokens follow which in packed rows, and how rows are cut into chunks.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Chunking(NamedTuple):
 
     runs: Runs
     visible_XBCC: jax.Array  # which tokens of its chunk a token follows, itself included
-    # P: the state of the last token, and where runs have prompts that of the last prompt.
+    # P: the state of the last token, and where runs have prompts also of the last prompt.
     enters_XBPC: jax.Array  # float32, 1 where a token follows the state from before the chunk
     ends_XBPC: jax.Array  # float32, 1 at the token whose state it is after the chunk
     taps: "PromptTaps | None"  # None: no run has a prompt before it
@@ -84,7 +84,7 @@ def tap_chunk(length: int, width: int) -> int:
 
 
 def tokens_after(size: int, width: int) -> int:
-    """How many tokens of the next chunk `PromptTaps` have: at least `width` - 2."""
+    """Count the tokens of the next chunk that `PromptTaps` have: at least `width` - 2."""
     return min(size, -(-(width - 2) // ALIGN) * ALIGN)
 
 
@@ -133,7 +133,7 @@ class _Entering(NamedTuple):
     """Which state from before the chunk its tokens follow: float32 [X, B, C] of 0 and 1."""
 
     last: jax.Array  # the state of the last token
-    prompt: jax.Array  # that of the prompt that ended last
+    prompt: jax.Array  # state of the prompt that ended last
     ending: jax.Array  # 1 at the last token of a prompt that later chunks follow
 
 
@@ -178,7 +178,7 @@ def _prompt_taps(runs: Runs, width: int) -> PromptTaps:
     start_XBF = and_after(by_chunk(runs.start_BT, size, fill=-1), after) - first_X11
     in_run_XBF = jnp.arange(size + after) - start_XBF
     starts_XBF = (start_XBF >= 0) & (start_XBF < size) & (in_run_XBF >= 0)  # in this chunk
-    last_XBF = and_after(prompts.end_XBC, after) - 1 - first_X11  # of the prompt
+    last_XBF = and_after(prompts.end_XBC, after) - 1 - first_X11  # last token of the prompt
     length_XBF = and_after(prompts.length_XBC, after)
     place_Z1 = jnp.arange(-lead, size)[:, None]
     near, far = [], []

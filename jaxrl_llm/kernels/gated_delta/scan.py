@@ -7,7 +7,7 @@ With left and right matrices L and R of a chunk's tokens by keys and states S of
 The gradient is the same recurrence from the last chunk to the first one. L and R change places, as
 do enters and leaves. keeps is transposed, and the gradients of the states are added at each chunk.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from jaxrl_llm.kernels.gated_delta.scan_kernel import kernel_fits, scan_in_kerne
 
 
 class Moves(NamedTuple):
-    """What the recurrence reads of each chunk, float32."""
+    """Terms of each chunk that the recurrence reads, float32."""
 
     left_XBNCH: jax.Array
     right_XBNCH: jax.Array

@@ -5,7 +5,7 @@ registers from the first chunk to the last. The next chunk's matrices load while
 Tensor cores take bfloat16, so each operand is the sum of two, and a product the sum of three: about
 17 bits of each factor count.
 
-Shape letters: those of inputs.py.
+Shape letters: see inputs.py.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ from jaxrl_llm.kernels.mosaic import plgpu
 
 COLUMNS = 32  # values of a CTA
 STAGES = 2
-ROWS = 64  # of a tile of the tensor cores
-LOADS = 6  # of a chunk
+ROWS = 64  # rows of a tile of the tensor cores
+LOADS = 6  # TMA copies of a chunk
 
 
 def kernel_fits(left_XBNCH: jax.Array, own_XBNCV: jax.Array) -> bool:
-    """Whether the kernel takes these sizes, on a Hopper GPU.
+    """Check that the kernel takes these sizes, on a Hopper GPU.
 
     Chunks have 64 tokens, keys 64 or 128 dims, and values a multiple of 32.
     """
@@ -147,7 +147,7 @@ def _body(
         plgpu.copy_gmem_to_smem(own_ref.at[*of_chunk, :, columns], own_smem.at[stage], barrier)
 
     def multiply_add(acc: Any, left: Callable[[int], Ref], right: Callable[[int], Ref]) -> Any:
-        """`acc` and the product of two sums of halves, but for that of the small halves."""
+        """`acc` and the product of two sums of halves, without the product of the small halves."""
 
         def products(ref: Ref) -> None:
             for i, j in ((1, 0), (0, 1), (0, 0)):

@@ -5,7 +5,7 @@ all heads before and behind the rule. In it each has all tokens of some heads: t
 them there and back. So states and convolution never cross a border between devices. To hand on
 states instead, each device would need the product of its tokens' matrices, keys by keys.
 
-Shape letters: those of inputs.py, and S tokens of a device.
+Shape letters: see inputs.py, and S tokens of a device.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def over_tokens(
 ) -> Callable[[Inputs, Chunking], jax.Array]:
     """`compute` of all tokens, where a device has its part of a row; its result has that part, too.
 
-    Requires: tokens are in `token_order`; the chunking is that of whole rows.
+    Requires: tokens are in `token_order`; the chunking belongs to whole rows.
     """
     parts = split.num_token_parts
     if parts == 1:

@@ -1,6 +1,6 @@
 """The gated delta rule of one more token of every slot.
 
-Shape letters: those of inputs.py, and A prompts.
+Shape letters: see inputs.py, and A prompts.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Begin(NamedTuple):
 
 
 def begun(begin: Begin | None, own: Any, prompts: Any) -> Any:
-    """What slots go on from: their own arrays [B, ...], or those of their prompts [A, ...]."""
+    """Choose each slot's start: its own arrays [B, ...], or its prompt's [A, ...]."""
     if begin is None:
         return own
     of_prompts = jax.tree.map(lambda x: x[begin.rows_B], prompts)

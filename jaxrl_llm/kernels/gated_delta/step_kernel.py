@@ -4,7 +4,7 @@ A CTA has a head of a slot, whose memory is read once and written once, in place
 are computed while the others load. A slot that begins reads the memory of its prompt instead of its
 own. A free slot reads and writes no memory.
 
-Shape letters: those of inputs.py, and A prompts.
+Shape letters: see inputs.py, and A prompts.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ ROWS = 64  # values that are computed at a time
 
 
 def kernel_fits(memory_BNVH: jax.Array) -> bool:
-    """Whether the kernel takes these sizes: values by 64, keys of 64 or 128, on a Hopper GPU.
+    """Check that the kernel takes these sizes: values by 64, keys of 64 or 128, on a Hopper GPU.
 
     The memory of a head is in shared memory as a whole, with barriers of a few bytes.
     """

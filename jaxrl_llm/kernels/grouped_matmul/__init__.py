@@ -82,7 +82,7 @@ def frozen_matmul(
 
 
 def frozen_matmul_pays(x_MD: jax.Array, weights_GDF: jax.Array, rank: int = 0) -> bool:
-    """Whether `frozen_matmul` takes these, and faster than other matmuls do."""
+    """Check that `frozen_matmul` takes these, and is faster than other matmuls."""
     G, D, F = weights_GDF.shape
     most = FLOAT8_ROWS if weights_GDF.dtype == FLOAT8 else ADAPTED_ROWS if rank else 0
     fits = x_MD.dtype == jnp.bfloat16 and D % TILE == 0 and F % TILE == 0 and rank <= max(RANKS)

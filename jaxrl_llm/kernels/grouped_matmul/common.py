@@ -1,4 +1,4 @@
-"""What the two kernels of the grouped matmul share: shared memory, the ring's steps, the stores.
+"""Parts of both kernels of the grouped matmul: shared memory, the ring's steps, the stores.
 
 A fixed number of CTAs goes through jobs. A job is one tile of the output. In a CTA a producer
 warpgroup loads blocks of both operands by TMA into a ring of stages in shared memory, for job after

@@ -3,7 +3,7 @@
 A consumer adds up x a next to x w, and multiplies it with b at the end of a tile. Two matmuls of
 their own would read x, and write all outputs, again.
 
-Shape letters: those of the package; R rank.
+Shape letters: see the package; R rank.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class FactorMemory(NamedTuple):
 
     a: Ref  # [R, DEPTH] in each stage of the ring
     b: Ref  # [R, columns of a tile]
-    loaded: Ref  # of b
+    loaded: Ref  # barrier of the load of b
     free: Ref
-    spill: Ref | None  # of `multiply_add`
+    spill: Ref | None  # buffer of `multiply_add` in interpret mode
 
 
 def factor_memory(rank: int, columns: int, stages: int, interpret: Interpret) -> FactorMemory:

@@ -3,13 +3,13 @@
 A tile has rows of one group alone, in chunks of 64. A group's rows start anywhere, and TMA loads 64
 rows from any row on. The last chunk of a group of 64 rows or more is moved up until it ends with
 the group. Its first rows are computed twice, with the same bits. So chunks are stored whole, but
-for those of smaller groups, which are stored in runs of 1, 2, 4 ... rows. Rows after the last
+for rows of smaller groups, which are stored in runs of 1, 2, 4 ... rows. Rows after the last
 group's are tiles without steps, which write zeros.
 
 Weights may be float8_e4m3fn, as few rows are bound by the bytes of their weights. A consumer then
 converts its block of weights to bfloat16, from shared memory to shared memory, before each step.
 
-Shape letters: those of the package; T row tiles, H groups and the rows of none, R rank.
+Shape letters: see the package; T row tiles, H groups and the rows of none, R rank.
 """
 
 from dataclasses import dataclass, replace
@@ -58,11 +58,11 @@ from jaxrl_llm.kernels.mosaic import plgpu
 
 RUNS = (32, 16, 8, 4, 2, 1)  # rows of a store of a part of a chunk
 MOST_STAGES = 6
-BARRIER_BYTES = 1024  # of shared memory, with some to spare
+BARRIER_BYTES = 1024  # shared memory of the barriers, with some to spare
 
 
 class Extras(NamedTuple):
-    """What changes the products of a row, or None."""
+    """The factors that change the products of a row, or None."""
 
     scale_GF: jax.Array | None = None  # factors of the outputs of weights, float32
     # See factors.py: bfloat16, R one of RANKS. Of `a` the inputs are last, as wgmma wants them.
@@ -317,7 +317,7 @@ def _load_chunks(
     entries: pl.Slice | slice,
     loaded: Ref,
 ) -> None:
-    """Start the loads of a step's rows: those of the first chunk, and of others that have any."""
+    """Start the loads of a step's rows: the first chunk, and others that have any."""
     for number, (first, rows) in enumerate(chunks):
         source = x_ref.at[pl.ds(first, CHUNK), entries]
         copy = partial(plgpu.copy_gmem_to_smem, source, buffers.at[number], loaded)

@@ -5,7 +5,7 @@ starts at a multiple of 8, where a tile of shared memory starts. Rows of other g
 and the last block are set to zero in x, in shared memory. Rows after the last group's may hold NaN,
 and zero times NaN is NaN: there both operands are set to zero. A group without rows gets zeros.
 
-Shape letters: those of the package.
+Shape letters: see the package.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from jaxrl_llm.kernels.grouped_matmul.common import (
 from jaxrl_llm.kernels.hopper import SMS, Interpret, Ref, accumulator, num_blocks
 from jaxrl_llm.kernels.mosaic import plgpu
 
-INPUTS = CONSUMERS * CHUNK  # of a tile
+INPUTS = CONSUMERS * CHUNK  # inputs of a tile
 ALIGNED = 8  # rows of a tile of shared memory, from whose first one TMA loads
 
 

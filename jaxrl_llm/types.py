@@ -54,8 +54,9 @@ class RolloutBatch:
     sample_ids: UInt32[Array, " B"]  # counter in its step: the key of its draws
     group_ids: Int[Array, " B"]  # of the prompt; equal for samples that answer the same
 
-    responses: Int[Array, "B R"] | None = None
-    mask: Float[Array, "B R"] | None = None  # 1 for a token of the policy, its EOS included
+    responses: Int[Array, "B R"] | None = None  # sampled and observed tokens
+    response_lengths: Int[Array, " B"] | None = None  # number of these tokens
+    mask: Float[Array, "B R"] | None = None  # 1 for a sampled token, the stop token included
     rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
     # The experts that the sampler chose for each token, -1 for no token: routing replay.
     rollout_routes: Int[Array, "B T L K"] | None = None
@@ -86,7 +87,7 @@ class RolloutBatch:
     # The most likely answer to each prompt, on the first sample of its group; the others' are
     # empty. Its score stands on every sample of the group.
     greedy_responses: Int[Array, "B R"] | None = None
-    greedy_mask: Float[Array, "B R"] | None = None
+    greedy_lengths: Int[Array, " B"] | None = None
     greedy_logprobs: Float[Array, "B R"] | None = None
     greedy_scores: Float[Array, " B"] | None = None
     greedy_function_scores: Float[Array, " B"] | None = None

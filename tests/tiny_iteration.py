@@ -84,8 +84,9 @@ def packed(config: Config, tokens: int) -> Config:
     )
 
 
-def even_tokens(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def even_tokens(responses: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The share of even tokens."""
+    mask = (np.arange(responses.shape[1]) < lengths[:, None]).astype(np.float32)
     return ((responses % 2 == 0) * mask).sum(axis=1) / mask.sum(axis=1)
 
 

@@ -260,7 +260,7 @@ def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
     how, arguments = _arguments(model, batch)
     out = jax.device_get(_program(model, generate, how)(model.params, *arguments))
     found = completions_of(
-        model.tokenizer, batch.sampling.stops, out.tokens, out.mask, out.logprobs
+        model.tokenizer, batch.sampling.stops, out.tokens, out.lengths, out.logprobs
     )
     return [
         Answer(prompt=prompt, completions=tuple(found[row * batch.n : (row + 1) * batch.n]))

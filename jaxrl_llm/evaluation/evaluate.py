@@ -183,8 +183,8 @@ class Validator:
                         self._compilers.wait_for_all()
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)
-                tokens, mask, logprobs = fetch_rows(out, self._rows)
-            found = completions_of(self._tokenizer, self._stops, tokens, mask, logprobs)
+                tokens, lengths, logprobs = fetch_rows(out, self._rows)
+            found = completions_of(self._tokenizer, self._stops, tokens, lengths, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
                 if first + row < self.num_prompts * self._n:  # the others only fill the batch
                     indices.append(first + row)
@@ -239,7 +239,7 @@ class _Answering:
     def answer(
         self, params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens, mask and log-probs, [N, R] each."""
+        """Tokens [N, R], their number [N] and log-probs [N, R]."""
         spec, sampled = sampling_model(self.role.spec, params, self.dtype)
         out = generate_on_mesh(
             spec,
@@ -252,7 +252,7 @@ class _Answering:
             layout=self.role.generation,
             stored=self.role.layout,
         )
-        return out.tokens, out.mask, out.logprobs
+        return out.tokens, out.lengths, out.logprobs
 
     def begin(self, params: Params, *inputs: Any) -> tuple[Any, Any, Any]:
         spec, sampled = sampling_model(self.role.spec, params, self.dtype)
@@ -267,7 +267,7 @@ class _Answering:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         *inputs, passed = inputs_and_passed
         out = self._generation(*inputs).end(passed)
-        return out.tokens, out.mask, out.logprobs
+        return out.tokens, out.lengths, out.logprobs
 
     def _generation(
         self, prompts: Any, lengths: Any, sample_ids: Any, step: Any

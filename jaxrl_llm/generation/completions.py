@@ -11,11 +11,11 @@ def completions_of(
     tokenizer: Tokenizer,
     stops: Stops,
     responses: np.ndarray,
-    mask: np.ndarray,
+    lengths: np.ndarray,
     logprobs: np.ndarray,
 ) -> list[Completion]:
-    """The responses [N, R] as text, each cut at its length; a stop token is no text."""
-    out, lengths = [], mask.sum(axis=1).astype(int)
+    """The responses [N, R] of `lengths` tokens [N] as text, without their stop tokens."""
+    out = []
     rows = (responses.tolist(), lengths.tolist(), logprobs.tolist())
     for row, length, row_logprobs, ended in zip(
         *rows, stops.are_in(responses, lengths).tolist(), strict=True

@@ -58,9 +58,10 @@ FEWEST_WITHOUT_TRITON = 128
 
 
 class Answers(NamedTuple):
-    """Responses, [N, S, R] each, and experts, as in `GenerationOutput`."""
+    """Responses [N, S, R], their lengths [N, S] and experts, as in `GenerationOutput`."""
 
     tokens: jax.Array
+    lengths: jax.Array
     mask: jax.Array
     logprobs: jax.Array
     routes: jax.Array | None
@@ -75,7 +76,8 @@ class GenerationOutput:
     """
 
     tokens: jax.Array  # int32 [N, R]; the pad id after the end
-    mask: jax.Array  # float32 [N, R]; 1 for every response token, the stop token included
+    lengths: jax.Array  # int32 [N]; the stop token included
+    mask: jax.Array  # float32 [N, R]; 1 for every response token
     logprobs: jax.Array  # float32 [N, R]; at the sampling temperature, 0 after the end
     finished: jax.Array  # bool [N]; False when cut at the limit, and for padding rows
     steps: jax.Array  # decode steps
@@ -494,7 +496,7 @@ def _parted(output: GenerationOutput, alone: Samples | None) -> GenerationOutput
         return output
     shape = alone.lengths.shape
     number = shape[0] * shape[1]
-    every = Answers(output.tokens, output.mask, output.logprobs, output.routes)
+    every = Answers(output.tokens, output.lengths, output.mask, output.logprobs, output.routes)
     before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
     after = jax.tree.map(lambda x: x[number:], every)._asdict()
     return replace(output, **after, finished=output.finished[number:], alone=before)
@@ -582,7 +584,7 @@ def _output(
     group_N: jax.Array,
 ) -> GenerationOutput:
     written_NR = state.tokens_NR >= 0
-    lengths_N = jnp.sum(written_NR, axis=1)
+    lengths_N = jnp.sum(written_NR, axis=1, dtype=jnp.int32)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
     last_N = jnp.take_along_axis(state.tokens_NR, last_N1, axis=1)[:, 0]
     finished_N = (lengths_N > 0) & sampling.is_stop(last_N)
@@ -590,6 +592,7 @@ def _output(
         finished_N |= state.stop_states_N == sampling.stop_strings.found
     return GenerationOutput(
         tokens=jnp.where(written_NR, state.tokens_NR, pad_id),
+        lengths=lengths_N,
         mask=written_NR.astype(jnp.float32),
         logprobs=state.logprobs_NR,
         finished=finished_N,

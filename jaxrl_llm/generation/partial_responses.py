@@ -39,14 +39,10 @@ class Responses(NamedTuple):
     """Responses so far, each padded on the right."""
 
     tokens_NR: jax.Array
-    mask_NR: jax.Array
+    lengths_N: jax.Array  # int32
+    mask_NR: jax.Array  # 1 for a sampled token
     logprobs_NR: jax.Array  # of the policy that sampled the token
     versions_NR: jax.Array  # int32, that policy's; NO_VERSION outside of the mask
-
-    @property
-    def lengths_N(self) -> jax.Array:
-        """Tokens of each response, int32."""
-        return jnp.sum(self.mask_NR, axis=1).astype(jnp.int32)
 
     def last_N(self, x_NR: jax.Array) -> jax.Array:
         """The entry of each response's last token; of an empty one the first."""
@@ -54,9 +50,9 @@ class Responses(NamedTuple):
         return jnp.take_along_axis(x_NR, at_N1, axis=1)[:, 0]
 
 
-def versions_of(mask_NR: jax.Array, version_N: jax.Array) -> jax.Array:
+def versions_of(mask_NR: jax.Array, version: jax.Array | int) -> jax.Array:
     """The version of each token of responses that one policy sampled, int32 [N, R]."""
-    return jnp.where(mask_NR > 0, version_N[:, None], NO_VERSION).astype(jnp.int32)
+    return jnp.where(mask_NR > 0, version, NO_VERSION).astype(jnp.int32)
 
 
 def are_unfinished(
@@ -64,7 +60,7 @@ def are_unfinished(
 ) -> jax.Array:
     """Which responses were cut before their end: bool [N]. Rows without a prompt have none."""
     cut_N = responses.lengths_N < responses.tokens_NR.shape[1]
-    stopped_N = sampling.have_ended(responses.tokens_NR, responses.mask_NR)
+    stopped_N = sampling.have_ended(responses.tokens_NR, responses.lengths_N)
     return cut_N & ~stopped_N & (prompt_lengths_N > 0)
 
 
@@ -89,12 +85,18 @@ def append(responses: Responses, new: Responses) -> Responses:
     """
     room, lengths_N = responses.tokens_NR.shape[1], responses.lengths_N
     places_R = jnp.arange(room)
-    added_NR = (places_R >= lengths_N[:, None]) & (places_R < (lengths_N + new.lengths_N)[:, None])
+    longer_N = lengths_N + new.lengths_N
+    added_NR = (places_R >= lengths_N[:, None]) & (places_R < longer_N[:, None])
+
+    def joined(before_NR: jax.Array, after_NR: jax.Array) -> jax.Array:
+        return jnp.where(added_NR, _moved(after_NR, lengths_N, room), before_NR)
+
     return Responses(
-        *(
-            jnp.where(added_NR, _moved(after, lengths_N, room), before)
-            for before, after in zip(responses, new, strict=True)
-        )
+        tokens_NR=joined(responses.tokens_NR, new.tokens_NR),
+        lengths_N=longer_N,
+        mask_NR=joined(responses.mask_NR, new.mask_NR),
+        logprobs_NR=joined(responses.logprobs_NR, new.logprobs_NR),
+        versions_NR=joined(responses.versions_NR, new.versions_NR),
     )
 
 

@@ -66,15 +66,15 @@ class SamplingParams:
         """What ends a response."""
         return Stops(self.stop_token_ids, self.stop_strings)
 
-    def have_ended(self, tokens_NR: jax.Array, mask_NR: jax.Array) -> jax.Array:
+    def have_ended(self, tokens_NR: jax.Array, lengths_N: jax.Array) -> jax.Array:
         """Which responses have their end: bool [N]. Each is padded on the right."""
-        lengths_N = jnp.sum(mask_NR, axis=1).astype(jnp.int32)
         last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
         last_N = jnp.take_along_axis(tokens_NR, last_N1, axis=1)[:, 0]
         ended_N = (lengths_N > 0) & self.is_stop(last_N)
         if self.stop_strings is None:
             return ended_N
-        return ended_N | (self.stop_strings.read(tokens_NR, mask_NR) == self.stop_strings.found)
+        written_NR = jnp.arange(tokens_NR.shape[1]) < lengths_N[:, None]
+        return ended_N | (self.stop_strings.read(tokens_NR, written_NR) == self.stop_strings.found)
 
     def is_stop(self, tokens: jax.Array) -> jax.Array:
         """Whether each token ends its response; bool, the shape of `tokens`."""

@@ -338,17 +338,20 @@ def response_values(
 def response_scores(
     params: Params,
     rows: Rows,
-    mask: Float[Array, "B R"],
+    response_lengths: Int[Array, " B"],
     *,
     spec: ModelSpec,
     settings: ForwardSettings,
 ) -> Float[Array, " B"]:
-    """Reward model's score at the last token of the response, float32; 0 for an empty response."""
+    """Reward model's score at the last token of the response, float32.
+
+    0 for an empty response, and for samples that are not in these rows.
+    """
     model = prepare(spec, params, settings)
     rows = spread(rows, settings.layout)
     scores = model.scores(hidden_states(model, rows.tokens, settings, rows))
     scores = _whole_rows(scores, settings.layout)
-    last = mask.sum(axis=1).astype(jnp.int32) - 1
+    last = jnp.where(rows.included, response_lengths, 0) - 1
     chosen = jnp.take_along_axis(rows.own(scores), jnp.maximum(last, 0)[:, None], axis=1)[:, 0]
     return jnp.where(last >= 0, chosen, 0.0)
 

@@ -205,7 +205,9 @@ def _reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
     """What a loss takes from the batch: rows, and the fields that its functions name."""
     named = [name for fn in functions if fn is not None for name in field_names(fn)]
     named += [field for name in named for field in COMPUTED_FROM.get(name, ())]
-    return tuple(dict.fromkeys((*SAMPLE_ROWS, *(n for n in named if n not in UPDATE_FIELDS))))
+    return tuple(
+        dict.fromkeys((*SAMPLE_ROWS, "mask", *(n for n in named if n not in UPDATE_FIELDS)))
+    )
 
 
 def _loss_mask(fields: Fields) -> Array:

@@ -22,7 +22,6 @@ from jaxrl_llm.learner.rows import (
     PackingPlan,
     packed_rows,
     plan_packing,
-    response_lengths_of,
     strict_tokens,
 )
 
@@ -134,7 +133,7 @@ class Padded(MicroBatches):
         return self.num > 1
 
     def row_use(self, fields: Fields) -> Array:
-        lengths = (fields["prompt_lengths"] + response_lengths_of(fields)).astype(jnp.float32)
+        lengths = (fields["prompt_lengths"] + fields["response_lengths"]).astype(jnp.float32)
         prompt, response = (fields[name].shape[-1] for name in ("prompts", "responses"))
         if self.align is None:
             return lengths.mean() / (prompt + response)
@@ -205,10 +204,10 @@ class Packed(MicroBatches):
 
     def row_use(self, fields: Fields) -> Array:
         plan, _ = self._plan(fields)
-        return plan.use(fields["prompt_lengths"], response_lengths_of(fields))
+        return plan.use(fields["prompt_lengths"], fields["response_lengths"])
 
     def _plan(self, fields: Fields) -> tuple[PackingPlan, tuple[Array, ...]]:
-        lengths = response_lengths_of(fields)
+        lengths = fields["response_lengths"]
         samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
         row_tokens = self.row_tokens
         if self.align is not None:  # padding between the runs of a sample may need more

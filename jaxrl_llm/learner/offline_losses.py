@@ -27,7 +27,7 @@ from jaxrl_llm.learner.forward import (
 )
 from jaxrl_llm.learner.losses import TAKEN
 from jaxrl_llm.learner.router_losses import RouterLoss
-from jaxrl_llm.learner.rows import ROWS, Fields, Rows, padded_rows
+from jaxrl_llm.learner.rows import ROWS, SAMPLE_ROWS, Fields, Rows, padded_rows
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.experts import Routed
@@ -195,8 +195,8 @@ def routed_fields(
     """`record_fields`, and what the routers of a language model with experts did."""
     rows, flat = _rows(fields, len(groups))
     if spec.kind == "scalar":
-        mask = _row_mask(flat)
-        scores = response_scores(params, rows, mask, spec=spec, settings=settings)
+        lengths = flat["response_lengths"]
+        scores = response_scores(params, rows, lengths, spec=spec, settings=settings)
         return _by_group(scores, groups, "_scores"), None
     computed = response_statistics(params, rows, spec=spec, settings=settings)
     logprobs = computed.logprobs
@@ -251,16 +251,13 @@ def reference_fields(logprobs: Fields) -> Fields:
 
 def _rows(fields: Fields, num_groups: int) -> tuple[Rows, Fields]:
     """The rows of a part of a batch, and its row fields with one entry a row."""
-    names = ("prompts", "prompt_lengths", "responses", "response_lengths", "mask")
-    flat = {name: fields[name] for name in names}
+    flat = {name: fields[name] for name in (*SAMPLE_ROWS, "mask")}
     if ROWS in fields:
         return fields[ROWS], flat
     if num_groups > 1:
         flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in flat.items()}
-    prompts, responses = flat["prompts"], flat["responses"]
-    lengths = flat["response_lengths"]
-    rows = padded_rows(prompts, flat["prompt_lengths"], responses, response_lengths=lengths)
-    return rows, flat
+    prompts, prompt_lengths, responses, lengths = (flat[name] for name in SAMPLE_ROWS)
+    return padded_rows(prompts, prompt_lengths, responses, response_lengths=lengths), flat
 
 
 def _row_mask(flat: Fields) -> Float[Array, "B R"]:

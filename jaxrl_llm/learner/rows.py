@@ -29,7 +29,7 @@ from jaxrl_llm.kernels.flash_attention import Visibility, token_order
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
 ROUTES = "rollout_routes"  # the field of the experts that the sampler chose, [B, P + R, L, K]
-SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "mask")  # what rows are made of
+SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "response_lengths")  # parts of a row
 
 
 @jax.tree_util.register_dataclass
@@ -278,10 +278,11 @@ def sample_fields(
     prompts: Int[Array, "B P"],
     prompt_lengths: Int[Array, " B"],
     responses: Int[Array, "B R"],
-    mask: Float[Array, "B R"],
+    response_lengths: Int[Array, " B"],
 ) -> Fields:
-    """The fields that rows are made of, by name."""
-    return dict(zip(SAMPLE_ROWS, (prompts, prompt_lengths, responses, mask), strict=True))
+    """The fields of rows, by name."""
+    parts = (prompts, prompt_lengths, responses, response_lengths)
+    return dict(zip(SAMPLE_ROWS, parts, strict=True))
 
 
 def padded_rows(
@@ -398,15 +399,8 @@ def rows_of(fields: Fields, align: int | None = None) -> Rows:
 
 
 def _padded(fields: Fields, align: int | None) -> Rows:
-    prompts, responses = fields["prompts"], fields["responses"]
-    lengths = response_lengths_of(fields)
-    return padded_rows(prompts, fields["prompt_lengths"], responses, align, lengths)
-
-
-def response_lengths_of(fields: Fields) -> Int[Array, " B"]:
-    """Tokens of each response: a field of their own where the mask excludes some, or its sum."""
-    lengths = fields.get("response_lengths")
-    return fields["mask"].sum(axis=-1).astype(jnp.int32) if lengths is None else lengths
+    prompts, prompt_lengths, responses, lengths = (fields[name] for name in SAMPLE_ROWS)
+    return padded_rows(prompts, prompt_lengths, responses, align, lengths)
 
 
 @jax.tree_util.register_dataclass

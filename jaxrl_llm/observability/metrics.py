@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.numerics import masked_count, masked_mean, masked_var, safe_divide
+from jaxrl_llm.numerics import masked_mean, masked_var, safe_divide
 
 GIB = 1024**3  # what verl calls a gigabyte
 EXPLAINED_EPS = 1e-5  # added to the variance of the returns, as verl does
@@ -27,6 +27,7 @@ Metrics = dict[str, Array]
 def batch_metrics(
     *,
     prompt_lengths: Int[Array, " B"],
+    response_lengths: Int[Array, " B"],
     mask: Float[Array, "B R"],
     scores: Float[Array, " B"],
     rewards: Float[Array, "B R"],
@@ -55,8 +56,7 @@ def batch_metrics(
         metrics["critic/vf_explained_var"] = explained_variance(returns, values, mask)
     if group_ids is not None:
         metrics["frac_reward_zero_std"] = frac_zero_std(scores, group_ids, valid)
-    lengths = masked_count(mask, axis=1)
-    metrics |= length_statistics("response_length", lengths, valid, max_response_length)
+    metrics |= length_statistics("response_length", response_lengths, valid, max_response_length)
     metrics |= length_statistics("prompt_length", prompt_lengths, valid, max_prompt_length)
     return metrics
 

@@ -17,7 +17,6 @@ from jaxrl_llm.generation.engine import (
     generate_on_mesh,
 )
 from jaxrl_llm.generation.partial_responses import (
-    NO_VERSION,
     ResponseParts,
     Responses,
     append,
@@ -36,7 +35,7 @@ from jaxrl_llm.plan.stages import ModelStage
 from jaxrl_llm.program.stage import StageOutput
 
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
-SAMPLED = ("responses", "mask", "rollout_logprobs")
+SAMPLED = ("responses", "response_lengths", "mask", "rollout_logprobs")
 CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")  # of responses in parts
 
 
@@ -155,10 +154,9 @@ class Generate(ModelStage):
         settings, parts, metrics = self.how.settings, self.parts, loop_counts(out)
         routes = () if out.routes is None else (out.routes,)
         if parts is None:
-            found = (out.tokens, out.mask, out.logprobs, *routes)
+            found = (out.tokens, out.lengths, out.mask, out.logprobs, *routes)
             return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
-        version = jnp.full(lengths.shape, parts.first_version(step))
-        responses = Responses(out.tokens, out.mask, out.logprobs, versions_of(out.mask, version))
+        responses = _responses(out, parts.first_version(step))
         left = are_unfinished(responses, lengths, settings.sampling)
         writes = dict(zip(self.writes, (*responses, *routes), strict=True))
         return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
@@ -226,7 +224,7 @@ class GenerateGreedily(ModelStage):
 
     generates = True
     name = "gen_max"
-    writes = ("greedy_responses", "greedy_mask", "greedy_logprobs")
+    writes = ("greedy_responses", "greedy_lengths", "greedy_logprobs")
 
     def __call__(
         self,
@@ -248,7 +246,7 @@ class GenerateGreedily(ModelStage):
         return StageOutput(
             {
                 "greedy_responses": out.tokens,
-                "greedy_mask": out.mask,
+                "greedy_lengths": out.lengths,
                 "greedy_logprobs": out.logprobs,
             }
         )
@@ -345,7 +343,7 @@ class ContinueResponses(ModelStage):
         new_lengths, older = fields["prompt_lengths"], fields[OLDER + ROUTES]
         sizes = {"prompt": fields["prompts"].shape[1], "response": out.tokens.shape[1]}
         none = jnp.zeros_like(new_lengths)
-        begun = _rows(fields[OLDER + "mask"]).sum(axis=1).astype(jnp.int32)
+        begun = _rows(fields[OLDER + "response_lengths"])
         lengths = _rows(fields[OLDER + "prompt_lengths"])
         added = routes_in_place(_rows(out.alone.routes), lengths, begun, **sizes)
         return {
@@ -373,5 +371,5 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _responses(out: Any, version: jax.Array) -> Responses:
     """What was generated under one policy."""
-    versions = jnp.where(out.mask > 0, version, NO_VERSION).astype(jnp.int32)
-    return Responses(out.tokens, out.mask, out.logprobs, versions)
+    versions = versions_of(out.mask, version)
+    return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions)

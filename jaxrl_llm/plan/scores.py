@@ -127,9 +127,9 @@ class ModelScores(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         responses: jax.Array,
-        mask: jax.Array,
+        response_lengths: jax.Array,
     ) -> StageOutput:
-        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
         metrics = score_metrics(self.model.name, scores) if self.measured else {}
         (field,) = self.writes
@@ -153,9 +153,9 @@ class ModelScoresOfGreedy(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         greedy_responses: jax.Array,
-        greedy_mask: jax.Array,
+        greedy_lengths: jax.Array,
     ) -> StageOutput:
-        samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_mask)
+        samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_lengths)
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
         scores = scores[:: self.group]
         (field,) = self.writes
@@ -170,7 +170,7 @@ def _model_scores(
         return response_scores(
             params_of(state),
             rows_of(part),
-            part["mask"],
+            part["response_lengths"],
             spec=role.spec,
             settings=role.passes,
         )
@@ -179,11 +179,11 @@ def _model_scores(
 
 
 class Answers(NamedTuple):
-    """Generated responses on the host, one a row, as numpy arrays [N, R]."""
+    """Generated responses on the host, one a row, as numpy arrays."""
 
-    responses: np.ndarray
-    mask: np.ndarray
-    logprobs: np.ndarray  # the sampler's
+    responses: np.ndarray  # [N, R]
+    lengths: np.ndarray  # [N]
+    logprobs: np.ndarray  # the sampler's, [N, R]
 
 
 class HostReward(ABC):
@@ -200,9 +200,9 @@ class HostReward(ABC):
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores of the rows given [N], the parts [N, K] and metrics."""
 
-    def step_rewards(self, context: StepContext, mask: np.ndarray) -> np.ndarray:
+    def step_rewards(self, context: StepContext, shape: tuple[int, int]) -> np.ndarray:
         """The part of the scores just given that belongs to steps, at their last tokens [N, R]."""
-        return np.zeros(mask.shape, np.float32)
+        return np.zeros(shape, np.float32)
 
     @abstractmethod
     def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
@@ -211,7 +211,7 @@ class HostReward(ABC):
 
 @dataclass(frozen=True)
 class ArrayReward(HostReward):
-    """A reward of arrays: fn(responses, mask) -> scores. For use without text to grade."""
+    """A reward of arrays: fn(responses, lengths) -> scores. For use without text to grade."""
 
     fn: Callable[[np.ndarray, np.ndarray], np.ndarray]
     names: tuple[str, ...] = ("score",)
@@ -220,12 +220,12 @@ class ArrayReward(HostReward):
         self, context: StepContext, step: int, answers: Answers
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores, which are also the one part."""
-        scores = self.fn(answers.responses, answers.mask).astype(np.float32)
+        scores = self.fn(answers.responses, answers.lengths).astype(np.float32)
         return scores, scores[:, None], {}
 
     def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
         """Scores."""
-        return self.fn(answers.responses, answers.mask).astype(np.float32)
+        return self.fn(answers.responses, answers.lengths).astype(np.float32)
 
 
 def planned_reward(config: Config) -> ArrayReward | None:
@@ -233,11 +233,7 @@ def planned_reward(config: Config) -> ArrayReward | None:
     if not config.reward.functions:
         return None
     names = unique_names([path_and_settings(function) for function in config.reward.functions])
-    return ArrayReward(_lengths, names=tuple(names))
-
-
-def _lengths(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return mask.sum(axis=1)
+    return ArrayReward(lambda responses, lengths: lengths, names=tuple(names))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -266,14 +262,14 @@ class FunctionScores(Stage):
         step: int,
         *,
         responses: np.ndarray,
-        mask: np.ndarray,
+        response_lengths: np.ndarray,
         rollout_logprobs: np.ndarray,
     ) -> StageOutput:
-        answers = Answers(responses, mask, rollout_logprobs)
+        answers = Answers(responses, response_lengths, rollout_logprobs)
         scores, parts, metrics = self.reward.score(context, step, answers)
         written = [scores, parts]
         if STEP_REWARDS in self.writes:
-            written.append(self.reward.step_rewards(context, mask))
+            written.append(self.reward.step_rewards(context, responses.shape))
         return StageOutput(dict(zip(self.writes, written, strict=True)), metrics)
 
 
@@ -317,11 +313,11 @@ class FunctionScoresOfGreedy(Stage):
         sample_ids: np.ndarray,
         group_ids: np.ndarray,
         greedy_responses: np.ndarray,
-        greedy_mask: np.ndarray,
+        greedy_lengths: np.ndarray,
         greedy_logprobs: np.ndarray,
     ) -> StageOutput:
         first = sample_ids % self.group == 0  # the answer stands on the first sample of a group
-        answers = Answers(greedy_responses[first], greedy_mask[first], greedy_logprobs[first])
+        answers = Answers(greedy_responses[first], greedy_lengths[first], greedy_logprobs[first])
         scores = self.reward.greedy(context, step, answers)
         # One number a prompt. The other samples of a group may lie on another host.
         pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))

@@ -110,6 +110,7 @@ class OldLogprobs(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         responses: jax.Array,
+        response_lengths: jax.Array,
         mask: jax.Array,
         rollout_logprobs: jax.Array,
         **routes: jax.Array,
@@ -129,7 +130,7 @@ class OldLogprobs(ModelStage):
             )
             return found.logprobs, found.entropy, found.sum_squares
 
-        samples = sample_fields(prompts, prompt_lengths, responses, mask) | routes
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | routes
         (old, entropy, squares), parts = self.micro_batches.join_counted(forward, samples)
         rollout = {"rollout_logprobs": rollout_logprobs, "mask": mask}
         metrics = policy_metrics((old, entropy), rollout) | self.count(parts)
@@ -163,7 +164,7 @@ class FrozenLogprobs(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         responses: jax.Array,
-        mask: jax.Array,
+        response_lengths: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_logprobs(
@@ -174,7 +175,7 @@ class FrozenLogprobs(ModelStage):
                 temperature=self.temperature,
             )[0]
 
-        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
         (field,) = self.writes
         logprobs, parts = self.micro_batches.join_counted(forward, samples)
         return StageOutput({field: logprobs}, self.count(parts))
@@ -199,7 +200,7 @@ class TeacherTop(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         responses: jax.Array,
-        mask: jax.Array,
+        response_lengths: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_statistics(
@@ -211,7 +212,7 @@ class TeacherTop(ModelStage):
                 top_k=self.top_k,
             ).top
 
-        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
         (ids, logprobs), parts = self.micro_batches.join_counted(forward, samples)
         writes = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
         return StageOutput(writes, self.count(parts))
@@ -234,14 +235,14 @@ class Values(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         responses: jax.Array,
-        mask: jax.Array,
+        response_lengths: jax.Array,
     ) -> StageOutput:
         spec, params = pass_model(self.model, state)
 
         def forward(part: Fields) -> Any:
             return response_values(params, rows_of(part), spec=spec, settings=self.model.passes)
 
-        samples = sample_fields(prompts, prompt_lengths, responses, mask)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
         values, parts = self.micro_batches.join_counted(forward, samples)
         return StageOutput({"values": values}, self.count(parts))
 
@@ -303,6 +304,7 @@ class Advantages(Stage):
         *,
         prompt_lengths: jax.Array,
         group_ids: jax.Array,
+        response_lengths: jax.Array,
         mask: jax.Array,
         scores: jax.Array,
         rewards: jax.Array,
@@ -311,6 +313,7 @@ class Advantages(Stage):
         known = fields | {
             "prompt_lengths": prompt_lengths,
             "group_ids": group_ids,
+            "response_lengths": response_lengths,
             "mask": mask,
             "scores": scores,
             "rewards": rewards,

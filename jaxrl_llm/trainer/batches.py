@@ -142,11 +142,12 @@ class PromptBatches(Batches):
         return found | self._priorities(step) | self._repetition.take()
 
     def tokens(self, batch: Any) -> StepTokens:
-        prompts, mask = fetch_rows((batch.prompt_lengths, batch.mask), self._rows)
+        fields = (batch.prompt_lengths, batch.response_lengths)
+        prompts, responses = fetch_rows(fields, self._rows)
         return StepTokens.of_all(
             num_prompt=int(prompts.sum()),
-            num_response=int(mask.sum()),
-            lengths=(prompts + mask.sum(axis=1)).astype(int).tolist(),
+            num_response=int(responses.sum()),
+            lengths=(prompts + responses).tolist(),
         )
 
     @cached_property

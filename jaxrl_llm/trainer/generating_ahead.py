@@ -480,7 +480,8 @@ class AheadBatches(PromptBatches):
         iteration = self.plan.at(1)
         (rows, prompt), response = new.prompts.shape, self.plan.config.data.max_response_length
         none = jnp.zeros_like(new.prompts, shape=(rows, response))
-        empty = dict(zip(CONTINUED, (none, none * 0.0, none * 0.0, none + NO_VERSION), strict=True))
+        blanks = (none, none[:, 0], none * 0.0, none * 0.0, none + NO_VERSION)
+        empty = dict(zip(CONTINUED, blanks, strict=True))
         if ROUTES in iteration.generated:
             actor = iteration.roles["actor"].spec.config
             empty[ROUTES] = no_routes(actor, rows, prompt + response)

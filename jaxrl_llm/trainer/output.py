@@ -319,10 +319,10 @@ class RunOutput(MetricsLog):
 
     def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
         """Responses that no host stage has seen; returns the scores of the owned rows."""
-        fields = (batch.responses, batch.mask, batch.rollout_logprobs, batch.scores)
-        responses, mask, logprobs, scores = fetch_rows(fields, context.rows)
+        fields = (batch.responses, batch.response_lengths, batch.rollout_logprobs, batch.scores)
+        responses, lengths, logprobs, scores = fetch_rows(fields, context.rows)
         context.completions = completions_of(
-            self._tokenizer, self._stops, responses, mask, logprobs
+            self._tokenizer, self._stops, responses, lengths, logprobs
         )
         return scores
 

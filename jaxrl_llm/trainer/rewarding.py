@@ -102,10 +102,10 @@ class RewardFunctions(HostReward):
         with host_work():
             return self.manager.score(prompts, completions, step).scores
 
-    def step_rewards(self, context: StepContext, mask: np.ndarray) -> np.ndarray:
-        """The rewards of steps at their last tokens, weighted: float32, the shape of `mask`."""
+    def step_rewards(self, context: StepContext, shape: tuple[int, int]) -> np.ndarray:
+        """The rewards of steps at their last tokens, weighted: float32 [N, R]."""
         assert context.reward is not None
-        found = np.zeros(mask.shape, np.float32)
+        found = np.zeros(shape, np.float32)
         samples = zip(context.completions, context.reward.steps, strict=True)
         for row, (completion, given) in enumerate(samples):
             for weight, steps in given:

@@ -134,7 +134,7 @@ class Generation(Case):
     def check(self) -> dict[str, float]:
         """Require each response's length, and log-probs that agree with the trainer's."""
         out = self.run()
-        counts = np.asarray(out.mask.sum(axis=1))
+        counts = np.asarray(out.lengths)
         if not np.array_equal(counts, self.work.limits):
             raise CheckFailed("responses do not have the lengths that were asked for")
         rows = self.checked

@@ -16,7 +16,7 @@ class Unstoppable(CharTokenizer):
     stop_ids = ()
 
 
-def random_reward(responses: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def random_reward(responses: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """A random reward of 0 or 1 on the host, which costs no time."""
     return np.random.default_rng(int(responses.sum())).integers(0, 2, len(responses))
 

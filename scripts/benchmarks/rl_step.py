@@ -95,13 +95,12 @@ class RlStep(Case):
         self.states, batch, metrics = program.run(states, batch, self.step, None, timer)
         jax.block_until_ready((self.states, metrics))
         self.stages.append(timer.timings())
-        assert batch.mask is not None
-        self.mask = batch.mask
+        self.lengths = batch.response_lengths
         return metrics
 
     def figures(self, seconds: float) -> dict[str, float]:
         data, devices = self.config.data, self.mesh.size
-        responses = np.asarray(fetch(self.mask)).sum(axis=1).astype(int)
+        responses = np.asarray(fetch(self.lengths))
         lengths = [data.max_prompt_length + int(n) for n in responses]
         timed = self.stages[1:]  # the first is the check's
         stages = {name: statistics.median(s[name] for s in timed) for name in timed[0]}

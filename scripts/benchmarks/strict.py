@@ -420,7 +420,7 @@ def _trained(
 
     settings = ForwardSettings(dtype=dtype, attention="exact", strict=strict)
     mask = np.asarray(output.mask)
-    lengths = jnp.asarray(mask.sum(axis=1), jnp.int32)
+    lengths = jnp.asarray(output.lengths)
     prompts, prompt_lengths = jnp.asarray(samples.prompts), jnp.asarray(samples.lengths)
     plan = plan_packing(
         prompt_lengths,

@@ -196,6 +196,7 @@ def random_fields(work: TrainingWorkload, model: ModelConfig) -> Fields:
         "prompt_lengths": jnp.repeat(jnp.asarray(work.prompt_lengths, jnp.int32), work.samples),
         "sample_ids": jnp.arange(rows, dtype=jnp.uint32),
         "responses": tokens(rows, response),
+        "response_lengths": jnp.asarray(work.limits, jnp.int32),
         "mask": mask,
         "rollout_logprobs": old + normal(0.01),
         "old_logprobs": old,

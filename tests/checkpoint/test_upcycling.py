@@ -23,9 +23,7 @@ FILE = "model.safetensors"
 def logprobs_and_loads(folder):
     rng = np.random.default_rng(5)
     prompts, responses = rng.integers(1, 96, (4, 5)), rng.integers(1, 96, (4, 6))
-    fields = sample_fields(
-        *map(jnp.asarray, (prompts, np.full(4, 5), responses, np.ones((4, 6), np.float32)))
-    )
+    fields = sample_fields(*map(jnp.asarray, (prompts, np.full(4, 5), responses, np.full(4, 6))))
     spec = model_spec(load_model_config(folder))
 
     def found(params):

@@ -41,12 +41,14 @@ ROUTER = RouterLoss(aux_coef=0.5, z_coef=0.25)
 def fields() -> dict[str, np.ndarray]:
     """An update's fields, with responses of uneven lengths."""
     rng = np.random.default_rng(0)
-    mask = (np.arange(R) < rng.integers(1, R + 1, (B, 1))).astype(np.float32)
+    lengths = rng.integers(1, R + 1, B)
+    mask = (np.arange(R) < lengths[:, None]).astype(np.float32)
     names = ("old_logprobs", "reference_logprobs", "advantages")
     return {name: rng.normal(size=(B, R)).astype(np.float32) * mask for name in names} | {
         "prompts": rng.integers(0, MODEL["vocab_size"], (B, P)).astype(np.int32),
         "prompt_lengths": rng.integers(1, P + 1, B).astype(np.int32),
         "responses": rng.integers(0, MODEL["vocab_size"], (B, R)).astype(np.int32),
+        "response_lengths": lengths.astype(np.int32),
         "mask": mask,
     }
 

@@ -49,6 +49,7 @@ def batch(routing: str) -> dict[str, Any]:
         "prompts": rng.integers(8, 24, (N, P)).astype(np.int32),
         "prompt_lengths": rng.integers(1, P + 1, N).astype(np.int32),
         "responses": rng.integers(8, 24, (N, R)).astype(np.int32),
+        "response_lengths": lengths.astype(np.int32),
         "mask": (np.arange(R) < lengths[:, None]).astype(np.float32),
         "weights": rng.normal(size=(N, R)).astype(np.float32),
     }

@@ -49,6 +49,7 @@ def batch() -> dict[str, Any]:
         "prompts": tokens,
         "prompt_lengths": prompt_lengths,
         "responses": rng.integers(8, 24, (N, R)).astype(np.int32),
+        "response_lengths": lengths.astype(np.int32),
         "mask": (np.arange(R) < lengths[:, None]).astype(np.float32),
         "weights": rng.normal(size=(N, R)).astype(np.float32),
     }

@@ -42,7 +42,8 @@ ALGORITHM = build_online(c.PPO(use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=
 def fields() -> dict[str, np.ndarray]:
     """An update's fields, with responses of uneven lengths."""
     rng = np.random.default_rng(0)
-    mask = (np.arange(R) < rng.integers(1, R + 1, (B, 1))).astype(np.float32)
+    lengths = rng.integers(1, R + 1, B)
+    mask = (np.arange(R) < lengths[:, None]).astype(np.float32)
     floats = ("old_logprobs", "reference_logprobs", "advantages", "values", "returns")
     out = {name: rng.normal(size=(B, R)).astype(np.float32) * mask for name in floats}
     for name in floats[:2]:
@@ -51,6 +52,7 @@ def fields() -> dict[str, np.ndarray]:
         "prompts": rng.integers(0, V, (B, P)).astype(np.int32),
         "prompt_lengths": rng.integers(1, P + 1, B).astype(np.int32),
         "responses": rng.integers(0, V, (B, R)).astype(np.int32),
+        "response_lengths": lengths.astype(np.int32),
         "mask": mask,
     }
 

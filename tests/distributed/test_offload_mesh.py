@@ -20,6 +20,7 @@ def test_updates_with_moments_in_the_host_memory():
         "prompts": rng.integers(8, 24, (rows, 6)).astype(np.int32),
         "prompt_lengths": rng.integers(1, 7, rows).astype(np.int32),
         "responses": rng.integers(8, 24, (rows, 5)).astype(np.int32),
+        "response_lengths": np.full(rows, 5, np.int32),
         "mask": np.ones((rows, 5), np.float32),
     }
     for name in ("old_logprobs", "advantages"):

@@ -178,7 +178,7 @@ def passes(part, params, specs, settings):
         "at candidates": found.at_candidates,
         "top": found.top[1],
         "values": response_values(params[1], rows, **scalar),
-        "scores": response_scores(params[1], rows, part["mask"], **scalar),
+        "scores": response_scores(params[1], rows, part["response_lengths"], **scalar),
     }
 
 

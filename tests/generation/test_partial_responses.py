@@ -32,6 +32,12 @@ STRINGS = stop_strings(("aba", "bbb"), Pieces())
 SAMPLING = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5), stop_strings=STRINGS)
 
 
+def under(version, out):
+    """The responses that the policy of a version sampled."""
+    versions = versions_of(out.mask, version)
+    return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions)
+
+
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_response_in_parts_has_the_tokens_of_one_go(family):
     spec = model_spec(replace(model(family)[0].config, max_position_embeddings=P + 2 * R))
@@ -47,24 +53,23 @@ def test_a_response_in_parts_has_the_tokens_of_one_go(family):
         whole = generate(spec, params, tokens, lengths, ids, key, settings)
         limits = jnp.full(5, 4)
         first = generate(spec, params, tokens, lengths, ids, key, settings, limits_N=limits)
-        zeros = jnp.zeros(5, jnp.int32)
-        parts = Responses(first.tokens, first.mask, first.logprobs, versions_of(first.mask, zeros))
+        parts = under(0, first)
         go_on = are_unfinished(parts, lengths, SAMPLING)
         rows, longer = join(tokens, lengths, parts)
         longer, begun = jnp.where(go_on, longer, 0), parts.lengths_N
         rest = generate(
             spec, params, rows, longer, ids, key, settings, limits_N=R - begun, begun_N=begun
         )
-        new = Responses(rest.tokens, rest.mask, rest.logprobs, versions_of(rest.mask, zeros + 3))
         routes = None
         if first.routes is not None:
             place = partial(routes_in_place, prompt=P, response=R)
             routes = join_routes(first.routes, place(rest.routes, lengths, begun))
-        return whole, first.mask, append(parts, new), routes
+        return whole, first.mask, append(parts, under(3, rest)), routes
 
     whole, first, joined, routes = jax.tree.map(np.asarray, both(params))
     assert 0 < (whole.mask.sum(axis=1) > 4).sum() < 5  # some go on, some had ended
     np.testing.assert_array_equal(joined.mask_NR, whole.mask)
+    np.testing.assert_array_equal(joined.lengths_N, whole.lengths)
     np.testing.assert_array_equal(joined.tokens_NR * whole.mask, whole.tokens * whole.mask)
     np.testing.assert_allclose(joined.logprobs_NR, whole.logprobs, atol=1e-5)
     expected = np.where(whole.mask == 0, -1, np.where(first == 1, 0, 3))

@@ -46,7 +46,7 @@ def rollout(params):
     key, ids = jax.random.key(7), np.arange(6, dtype=np.uint32)
     run = jax.jit(lambda params: generate(SPEC, params, prompts, lengths, ids, key, settings))
     out = run(params)
-    fields = sample_fields(jnp.asarray(prompts), jnp.asarray(lengths), out.tokens, out.mask)
+    fields = sample_fields(jnp.asarray(prompts), jnp.asarray(lengths), out.tokens, out.lengths)
     return out, fields | {ROUTES: out.routes}
 
 
@@ -77,13 +77,13 @@ def test_the_record_is_the_choice_of_a_plain_pass(params, rollout, kind):
     logprobs, taken, recorded, _ = passed(params, fields, kind)
     known = (recorded >= 0).all(axis=(2, 3))
     # Nothing reads the last token of a response: it alone has no record.
-    lengths = np.asarray(fields["mask"]).sum(axis=1)
+    lengths = np.asarray(fields["response_lengths"])
     assert real.sum() - known.sum() == (lengths > 0).sum() >= 4
     if kind == "padded":  # an empty prompt has padding only
         assert real[2:4].sum() == 0
     np.testing.assert_array_equal(own[known], recorded[known])
     np.testing.assert_array_equal(taken[real], own[real])
-    mask = np.asarray(fields["mask"])
+    mask = np.asarray(out.mask)
     np.testing.assert_allclose(logprobs * mask, out.logprobs, atol=1e-4)
 
 

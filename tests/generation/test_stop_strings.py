@@ -102,10 +102,10 @@ def test_generation_ends_with_that_token():
     assert 2 < sum(end is None for end in ends) < 7
     for i, end in enumerate(ends):
         length = end or counts[i]
-        assert cut.mask[i].sum() == length
+        assert cut.mask[i].sum() == cut.lengths[i] == length
         np.testing.assert_array_equal(cut.tokens[i, :length], whole.tokens[i, :length])
         assert cut.finished[i] == (end is not None or whole.finished[i])
-    completions = completions_of(Pieces(), sampling.stops, cut.tokens, cut.mask, cut.logprobs)
+    completions = completions_of(Pieces(), sampling.stops, cut.tokens, cut.lengths, cut.logprobs)
     for completion, row, end in zip(completions, cut.tokens, ends, strict=True):
         if end is not None:
             assert completion.finished

@@ -36,8 +36,8 @@ def samples(params, prompts):
 
 
 def fields_of(prompts, samples):
-    arrays = map(jnp.asarray, (*prompts, samples.tokens, samples.mask))
-    return sample_fields(*arrays)
+    arrays = map(jnp.asarray, (*prompts, samples.tokens, samples.lengths))
+    return sample_fields(*arrays) | {"mask": jnp.asarray(samples.mask)}
 
 
 def logprobs_of(params, fields, micro_batches, strict: Strict | None = STRICT):

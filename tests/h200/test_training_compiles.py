@@ -90,6 +90,7 @@ def update(sizes, *, compiler_options=None, config=CONFIG, phases=None, **settin
         "prompts": by_row((SAMPLES, PROMPT), jnp.int32),
         "prompt_lengths": by_row((SAMPLES,), jnp.int32),
         "responses": by_row((SAMPLES, RESPONSE), jnp.int32),
+        "response_lengths": by_row((SAMPLES,), jnp.int32),
     }
     for name in ("mask", "old_logprobs", "advantages"):
         fields[name] = by_row((SAMPLES, RESPONSE), jnp.float32)

@@ -42,7 +42,7 @@ def gradients(lora, *, dtype="float32", step=0, parts=2):
             loss,
             own,
             dict.fromkeys(("tokens", "responses", "prompts"), jnp.asarray(TOKENS))
-            | {"prompt_lengths": jnp.full(8, 6), "mask": jnp.ones((8, 6))},
+            | {"prompt_lengths": jnp.full(8, 6), "response_lengths": jnp.full(8, 6)},
             cast_ahead=ahead,
             micro_batches=Padded(num=parts),
             base=frozen,

@@ -17,10 +17,11 @@ from jaxrl_llm.learner.forward import (
     response_logprobs,
     response_scores,
     response_values,
+    row_logprobs,
 )
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss, with_counts
 from jaxrl_llm.learner.micro_batches import Packed, Padded
-from jaxrl_llm.learner.rows import ROWS, packed_rows, plan_packing, rows_of
+from jaxrl_llm.learner.rows import ROWS, SAMPLE_ROWS, packed_rows, plan_packing, rows_of
 from jaxrl_llm.learner.train_step import accumulate
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.config import ModelConfig
@@ -31,7 +32,10 @@ VOCAB = 24
 
 
 def batch(seed=0):
-    """Groups of uneven prompts and responses; some responses, and one whole group, are empty."""
+    """Groups of uneven prompts and responses; some responses, and one whole group, are empty.
+
+    Two responses hold tokens that the policy did not sample: their mask has a hole.
+    """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(2, VOCAB, (GROUPS, P)).repeat(GROUP, axis=0)
     prompt_lengths = rng.integers(1, P + 1, GROUPS).repeat(GROUP)
@@ -39,13 +43,16 @@ def batch(seed=0):
     lengths[[0, 9, B - 1]] = 0  # first, in the middle, last
     lengths[3 * GROUP : 4 * GROUP] = 0
     lengths[10] = R
-    mask = np.arange(R) < lengths[:, None]
+    written = np.arange(R) < lengths[:, None]
+    mask = written.copy()
+    mask[10, 2:5] = mask[11, 0] = False  # tokens that the policy observed
     numbers = rng.normal(size=(4, B, R)) * mask
     return {
         # Padding that must reach nothing: no embedding has these ids.
         "prompts": np.where(np.arange(P) < prompt_lengths[:, None], prompts, 10**6).astype("i4"),
         "prompt_lengths": prompt_lengths.astype(np.int32),
-        "responses": np.where(mask, rng.integers(2, VOCAB, (B, R)), 10**6).astype(np.int32),
+        "responses": np.where(written, rng.integers(2, VOCAB, (B, R)), 10**6).astype(np.int32),
+        "response_lengths": lengths.astype(np.int32),
         "mask": mask.astype(np.float32),
         "old_logprobs": (0.3 * numbers[0] - 3 * mask).astype(np.float32),
         "advantages": numbers[1].astype(np.float32),
@@ -55,16 +62,14 @@ def batch(seed=0):
 
 
 def pack(fields, row_tokens, group, num_replicas):
-    lengths = fields["mask"].sum(axis=1).astype(np.int32)
     plan = PLAN(
         jnp.asarray(fields["prompt_lengths"]),
-        jnp.asarray(lengths),
+        jnp.asarray(fields["response_lengths"]),
         row_tokens=row_tokens,
         group=group,
         num_replicas=num_replicas,
     )
-    samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
-    samples = tuple(map(jnp.asarray, samples))
+    samples = tuple(jnp.asarray(fields[name]) for name in SAMPLE_ROWS)
     return [ROW(plan, jnp.int32(i), *samples) for i in range(plan.num_rows)]
 
 
@@ -106,13 +111,13 @@ def test_every_response_token_sees_its_own_sequence(row_tokens, group, replicas,
         assert included == set(np.flatnonzero(rows.included))
         assert (rows.num_targets == (rows.sample < per_replica).sum(axis=1)).all()
         assert rows.tokens.max() < VOCAB
-    np.testing.assert_array_equal(found, fields["mask"])
+    np.testing.assert_array_equal(found, np.arange(R) < fields["response_lengths"][:, None])
 
 
 def test_rows_are_as_full_as_whole_samples_allow():
     """A row ends only where the next sample does not fit; a shared prompt is in it once."""
     fields = batch()
-    lengths = fields["mask"].sum(axis=1).astype(int)
+    lengths = fields["response_lengths"]
     for group in (1, GROUP):
         used, rows, last = 0, [], None
         for i in np.flatnonzero(lengths):
@@ -129,7 +134,7 @@ def test_rows_are_as_full_as_whole_samples_allow():
 
 def test_no_response_at_all_gives_rows_without_tokens():
     fields = batch()
-    fields["mask"] = np.zeros_like(fields["mask"])
+    fields["response_lengths"] = np.zeros_like(fields["response_lengths"])
     (rows,) = pack(fields, 12, GROUP, 2)
     assert not rows.visibility(None).real().any() and not rows.included.any()
 
@@ -210,7 +215,7 @@ def row_use_fields(*lengths):
         "prompts": jnp.ones((4, 3), jnp.int32),
         "prompt_lengths": jnp.full(4, 3),
         "responses": jnp.ones((4, 5), jnp.int32),
-        "mask": jnp.arange(5) < jnp.array(lengths)[:, None],
+        "response_lengths": jnp.array(lengths),
     }
 
 
@@ -233,7 +238,7 @@ def test_the_head_leaves_out_what_is_no_response(monkeypatch):
     monkeypatch.setattr(forward, "linear_logprob", counting)
     for rows in pack(fields, 40, GROUP, 2):
         response_logprobs(params, rows, spec=spec, settings=ForwardSettings())
-    assert seen == fields["mask"].sum()
+    assert seen == fields["response_lengths"].sum()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -256,15 +261,46 @@ def test_passes_equal_the_padded_ones(name, layout):
             "logprobs": logprobs,
             "entropy": entropy,
             "values": response_values(scalar_params, rows, **common),
-            "scores": response_scores(scalar_params, rows, part["mask"], **common),
+            "scores": response_scores(scalar_params, rows, part["response_lengths"], **common),
         }
 
     expected = jax.jit(partial(Padded().join, passes))(clean(fields))
     found = jax.jit(partial(LAYOUTS[layout].join, passes))(fields)
     for key, value in expected.items():
-        real = fields["mask"] if value.ndim == 2 else fields["mask"][:, 0]
+        lengths = fields["response_lengths"]
+        real = jnp.arange(R) < lengths[:, None] if value.ndim == 2 else lengths
         np.testing.assert_allclose(found[key], jnp.where(real > 0, value, 0), atol=1e-5)
         assert jnp.abs(found[key]).max() > 0.1
+
+
+@pytest.mark.parametrize("layout", [Padded(), LAYOUTS["shared"]])
+def test_tokens_between_sampled_ones_are_context(layout):
+    """Each response is scored as the row of its tokens, and learns from the sampled ones alone."""
+    fields = clean({k: jnp.asarray(x) for k, x in batch().items()})
+    spec, settings = spec_of("llama", "causal_lm"), ForwardSettings()
+    params = random_params(spec)
+    algorithm = build_online(c.PPO())
+    loss = PolicyLoss(algorithm=algorithm, spec=spec, settings=settings, temperature=1.0)
+
+    @jax.jit
+    def run(params):
+        found = layout.join(
+            lambda part: response_logprobs(params, rows_of(part), spec=spec, settings=settings)[0],
+            fields,
+        )
+        counted = with_counts(fields | {"old_logprobs": found}, jnp.bool_(False))
+        return found, layout.sum(lambda part: loss(params, part)[0], counted)
+
+    logprobs, value = run(params)
+    for i in (10, 11):
+        prompt, length = int(fields["prompt_lengths"][i]), int(fields["response_lengths"][i])
+        row = jnp.concatenate([fields["prompts"][i, :prompt], fields["responses"][i, :length]])
+        expected = row_logprobs(params, row[None], spec=spec, settings=settings)[0, prompt:]
+        np.testing.assert_allclose(logprobs[i, :length], expected, atol=1e-5)
+        assert fields["mask"][i].sum() < length
+    # All ratios are 1, so the loss is the mean advantage of the sampled tokens.
+    mask = fields["mask"]
+    np.testing.assert_allclose(value, -(fields["advantages"] * mask).sum() / mask.sum(), atol=1e-5)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -320,7 +356,7 @@ def test_strict_rows_hold_every_target_of_the_longest_samples():
         "prompts": jnp.ones((2, P), jnp.int32),
         "prompt_lengths": jnp.full(2, P, jnp.int32),
         "responses": jnp.ones((2, R), jnp.int32),
-        "mask": jnp.ones((2, R), jnp.float32),
+        "response_lengths": jnp.full(2, R, jnp.int32),
     }
 
     @jax.jit

@@ -83,6 +83,7 @@ def rollout(seed: int = 0) -> dict[str, jax.Array]:
         "prompts": tokens(B, P),
         "prompt_lengths": rng.integers(1, P + 1, B).astype(np.int32),
         "responses": tokens(B, R),
+        "response_lengths": lengths.astype(np.int32),
         "mask": mask,
         "old_logprobs": numbers(0.3) - 3.2 * mask,
         "reference_logprobs": numbers(0.3) - 3.2 * mask,
@@ -185,7 +186,7 @@ def test_parts_are_computed_in_bf16_and_summed_in_float32(cast_ahead):
         "prompts": ones,
         "responses": ones,
         "prompt_lengths": ones[:, 0],
-        "mask": ones,
+        "response_lengths": ones[:, 0],
     }
     params = {"w": jnp.array([1 + 2.0**-12])}
     grads, metrics = accumulate(

@@ -41,16 +41,17 @@ from jaxrl_llm.types import Completion, Prompt
 
 def test_batch_metrics_by_hand():
     nan = jnp.nan
-    mask = jnp.array([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    mask = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     found = batch_metrics(
         prompt_lengths=jnp.array([4, 2, 0]),  # the last row is padding
+        response_lengths=jnp.array([2, 4, 0]),  # the policy did not sample all of four tokens
         mask=mask,
         scores=jnp.array([1.0, 0.0, 100.0]),
-        rewards=jnp.array([[-0.5, 1.0, nan], [-0.25, 0.0, 0.0], [nan, nan, nan]]),
-        advantages=jnp.array([[1.0, 2.0, nan], [3.0, 4.0, -5.0], [nan, nan, nan]]),
-        returns=jnp.array([[1.0, 2.0, nan], [3.0, 4.0, 5.0], [nan, nan, nan]]),
-        values=jnp.array([[1.0, 2.0, nan], [3.0, 4.0, 3.0], [nan, nan, nan]]),
-        max_response_length=3,
+        rewards=jnp.array([[-0.5, 1.0, nan, nan], [-0.25, 0.0, nan, 0.0], [nan, nan, nan, nan]]),
+        advantages=jnp.array([[1.0, 2.0, nan, nan], [3.0, 4.0, nan, -5.0], [nan, nan, nan, nan]]),
+        returns=jnp.array([[1.0, 2.0, nan, nan], [3.0, 4.0, nan, 5.0], [nan, nan, nan, nan]]),
+        values=jnp.array([[1.0, 2.0, nan, nan], [3.0, 4.0, nan, 3.0], [nan, nan, nan, nan]]),
+        max_response_length=4,
         max_prompt_length=4,
         old_logprobs=mask,  # another field of the batch
     )
@@ -72,8 +73,8 @@ def test_batch_metrics_by_hand():
         "critic/values/max": 4.0,
         "critic/values/min": 1.0,
         "critic/vf_explained_var": 1 - 0.8 / (2.5 + 1e-5),
-        "response_length/mean": 2.5,
-        "response_length/max": 3.0,
+        "response_length/mean": 3.0,
+        "response_length/max": 4.0,
         "response_length/min": 2.0,
         "response_length/clip_ratio": 0.5,
         "prompt_length/mean": 3.0,
@@ -91,6 +92,7 @@ def test_batch_metrics_without_a_critic_or_a_token():
     zeros = jnp.zeros((2, 3))
     found = batch_metrics(
         prompt_lengths=jnp.array([0, 0]),
+        response_lengths=jnp.array([0, 0]),
         mask=zeros,
         scores=zeros[:, 0],
         rewards=zeros,

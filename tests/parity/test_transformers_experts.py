@@ -49,7 +49,9 @@ def samples():
     prompts = rng.integers(1, 40, (3, 5)).astype(np.int32)
     responses = rng.integers(1, 40, (3, 6)).astype(np.int32)
     mask = (np.arange(6) < np.array(RESPONSES)[:, None]).astype(np.float32)
-    return sample_fields(*map(jnp.asarray, (prompts, np.array(PROMPTS), responses, mask)))
+    lengths = np.array(PROMPTS), np.array(RESPONSES)
+    fields = sample_fields(*map(jnp.asarray, (prompts, lengths[0], responses, lengths[1])))
+    return fields | {"mask": jnp.asarray(mask)}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

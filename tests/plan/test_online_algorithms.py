@@ -7,7 +7,16 @@ import jax
 import numpy as np
 import pytest
 from tiny import EXPERTS, GPT_OSS
-from tiny_iteration import MODEL, PROMPTS, N, first_states, open_iteration, packed, run_step
+from tiny_iteration import (
+    MODEL,
+    PROMPTS,
+    N,
+    even_tokens,
+    first_states,
+    open_iteration,
+    packed,
+    run_step,
+)
 from tiny_iteration import tiny_config as with_sizes
 
 from jaxrl_llm import config as c
@@ -89,11 +98,11 @@ def by_group(x):
 def test_remax_compares_with_a_greedy_answer_to_the_same_prompt():
     batch, metrics, change, _ = run(config_of("remax"))
     assert change > 0
-    mask, greedy = by_group(batch.greedy_mask), by_group(batch.greedy_scores)
-    assert (mask[:, 0].sum(axis=1) > 0).all() and not mask[:, 1:].any()
+    lengths, greedy = by_group(batch.greedy_lengths), by_group(batch.greedy_scores)
+    assert (lengths[:, 0] > 0).all() and not lengths[:, 1:].any()
     np.testing.assert_array_equal(greedy[:, 0], greedy[:, 1])
     answers = by_group(batch.greedy_responses)[:, 0]
-    scores = ((answers % 2 == 0) * mask[:, 0]).sum(axis=1) / mask[:, 0].sum(axis=1)
+    scores = even_tokens(answers, lengths[:, 0])
     np.testing.assert_allclose(greedy[:, 0], scores, rtol=1e-6)
     np.testing.assert_allclose(metrics["critic/greedy_score/mean"], scores.mean(), rtol=1e-6)
     found = np.asarray(batch.advantages)[:, 0]
@@ -112,7 +121,8 @@ def test_a_reward_model_scores_greedy_answers_as_it_scores_samples():
     greedy = by_group(batch.greedy_scores)
     np.testing.assert_array_equal(greedy[:, 0], greedy[:, 1])
     samples, answers = by_group(batch.responses), by_group(batch.greedy_responses)[:, :1]
-    ends, masks = by_group(batch.mask), by_group(batch.greedy_mask)[:, :1]
+    lengths = by_group(batch.greedy_lengths)[:, :1, None]
+    ends, masks = by_group(batch.mask), np.arange(samples.shape[2]) < lengths
     same = (samples * ends == answers * masks).all(axis=2) & (ends == masks).all(axis=2)
     assert same.any()  # where a sample is the greedy answer, so is its score
     np.testing.assert_allclose(by_group(batch.scores)[same], greedy[same], rtol=1e-4, atol=1e-5)
@@ -400,7 +410,7 @@ def test_a_loss_of_the_kl_alone_learns(tmp_path):
 def test_groups_without_variance_are_reported_and_teach_nothing():
     """A constant reward: every advantage is exactly 0, the update finite, the share 1."""
     config = config_of("grpo", use_kl_loss=False)
-    iteration = open_iteration(config, reward=lambda responses, mask: np.full(len(mask), 0.7))
+    iteration = open_iteration(config, reward=lambda responses, _: np.full(len(responses), 0.7))
     states = first_states(iteration)
     states, batch, metrics = run_step(iteration, states, 1)
     assert metrics["frac_reward_zero_std"] == 1.0

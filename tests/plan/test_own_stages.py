@@ -34,7 +34,7 @@ def test_the_score_of_a_second_model_is_taken_off_the_reward():
     assert cost.std() > 0
     excess = np.maximum(cost + 0.5, 0)
     np.testing.assert_allclose(batch["excess_cost"], excess, rtol=1e-6)
-    even = even_tokens(np.asarray(batch.responses), np.asarray(batch.mask))
+    even = even_tokens(np.asarray(batch.responses), np.asarray(batch.response_lengths))
     np.testing.assert_allclose(batch.function_scores, even, rtol=1e-6)
     np.testing.assert_allclose(batch.scores, even - 0.25 * excess, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["cost/excess"], excess.mean(), rtol=1e-5)
@@ -51,7 +51,7 @@ def test_scores_of_several_models_are_weighted_parts_of_the_reward():
     _, batch, metrics = run_step(iteration, first_states(iteration), 1)
     helpful, safe = (np.asarray(batch[f"{name}_scores"]) for name in ("helpful", "safe"))
     assert helpful.std() > 0 and abs(helpful - safe).max() > 0
-    even = even_tokens(np.asarray(batch.responses), np.asarray(batch.mask))
+    even = even_tokens(np.asarray(batch.responses), np.asarray(batch.response_lengths))
     np.testing.assert_allclose(batch.scores, even + 0.5 * helpful - 2 * safe, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["rewards/safe/mean"], safe.mean(), rtol=1e-4, atol=1e-6)
 

@@ -106,7 +106,6 @@ def test_functions_with_weights_reach_the_tokens(functions):
     tokenizer = CharTokenizer()
     answers = [tokenizer.encode("1\nx\n23"), tokenizer.encode("x"), []]
     found = [completion(tokenizer, tokens) for tokens in answers]
-    mask = np.array([[1, 1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0], [0] * 7], np.float32)
     names = ("lines", "first_token")
     with RewardManager([functions(n) for n in names], weights=[2.0, 1.0], num_workers=1) as manager:
         result = manager.score([make_prompt()] * 3, found, step=1)
@@ -114,7 +113,7 @@ def test_functions_with_weights_reach_the_tokens(functions):
             manager=manager, tokenizer=tokenizer, stops=Stops(()), process_rewards=True
         )
         context = SimpleNamespace(reward=result, completions=found)
-        dense = graders.step_rewards(context, mask)  # type: ignore[arg-type]
+        dense = graders.step_rewards(context, (3, 7))  # type: ignore[arg-type]
     # The empty response has no first token.
     assert [failure.index for failure in result.failures] == [2]
     assert "ends after 1 tokens of a response of 0" in result.failures[0].message

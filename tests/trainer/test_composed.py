@@ -160,7 +160,7 @@ def test_functions_and_a_model_give_one_score():
     ).phases
     _, batch, metrics = run_step(iteration, first_states(iteration), 1)
     np.testing.assert_array_equal(batch.responses, alone.responses)
-    of_functions = even_tokens(np.asarray(batch.responses), np.asarray(batch.mask))
+    of_functions = even_tokens(np.asarray(batch.responses), np.asarray(batch.response_lengths))
     np.testing.assert_allclose(batch.function_scores, of_functions, rtol=1e-6)
     np.testing.assert_allclose(batch.model_scores, alone.scores, rtol=1e-4, atol=1e-5)
     total = of_functions + 0.25 * np.asarray(alone.scores)

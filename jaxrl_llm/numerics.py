@@ -45,7 +45,7 @@ def masked_sum(x: Float[Array, "..."], mask: Mask, axis: int | None = None) -> F
 
 
 def masked_count(mask: Mask, axis: int | None = None) -> Float[Array, "..."]:
-    """How many entries the mask selects, as float32."""
+    """The number of entries that the mask selects, as float32."""
     return jnp.sum(mask != 0, axis=axis, dtype=jnp.float32)
 
 
@@ -79,13 +79,13 @@ def masked_quantiles(
     # ceil(count percent / 100), without a product that overflows.
     ranks = count // 100 * percent + (count % 100 * percent + 99) // 100
 
-    def narrow(step: Array, found: Array) -> Array:
-        trial = found | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+    def narrow(step: Array, keys_of_ranks: Array) -> Array:
+        trial = keys_of_ranks | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
         below = (keys[..., None] < trial).sum(tuple(range(keys.ndim)), dtype=jnp.int32)
-        return jnp.where(below < jnp.maximum(ranks, 1), trial, found)
+        return jnp.where(below < jnp.maximum(ranks, 1), trial, keys_of_ranks)
 
-    found = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(len(percents), jnp.uint32))
-    return jnp.where(count > 0, _from_ordered_bits(found), 0.0)
+    keys_of_ranks = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(len(percents), jnp.uint32))
+    return jnp.where(count > 0, _from_ordered_bits(keys_of_ranks), 0.0)
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

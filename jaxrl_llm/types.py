@@ -16,7 +16,7 @@ class Prompt:
     """One prompt on the host, tokenised, with every other column of its row."""
 
     token_ids: tuple[int, ...]
-    text: str  # as rendered by the chat template, what the trace shows
+    text: str  # text after the chat template, as the trace shows it
     messages: tuple[dict[str, Any], ...] | None = None  # None for a prompt that is a plain string
     data_source: str = "default"
     ground_truth: Any = None
@@ -25,7 +25,7 @@ class Prompt:
 
     @property
     def answer(self) -> Any:
-        """What it is graded by."""
+        """The data source and the right answer, which grade it."""
         return self.data_source, self.ground_truth
 
 
@@ -52,7 +52,7 @@ class RolloutBatch:
     prompts: Int[Array, "B P"]
     prompt_lengths: Int[Array, " B"]
     sample_ids: UInt32[Array, " B"]  # counter in its step: the key of its draws
-    group_ids: Int[Array, " B"]  # of the prompt; equal for samples that answer the same
+    group_ids: Int[Array, " B"]  # number of the prompt; equal for samples that answer the same
 
     responses: Int[Array, "B R"] | None = None  # sampled and observed tokens
     response_lengths: Int[Array, " B"] | None = None  # number of these tokens
@@ -63,7 +63,7 @@ class RolloutBatch:
     # With partial rollouts: updates of the policy that sampled each token; -1 outside of the mask.
     policy_versions: Int[Array, "B R"] | None = None
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update
-    # Sum over the vocabulary of the squared probabilities that `old_logprobs` are of.
+    # Sum over the vocabulary of the squared probabilities of the policy of `old_logprobs`.
     sum_pi_squared: Float[Array, "B R"] | None = None
     reference_logprobs: Float[Array, "B R"] | None = None
     teacher_logprobs: Float[Array, "B R"] | None = None
@@ -96,11 +96,11 @@ class RolloutBatch:
     extra: dict[str, Array] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """A field by its name, one of `extra` included. KeyError for a name that is none."""
+        """A field by its name, also one of `extra`. KeyError for an unknown name."""
         return getattr(self, name) if name in ROLLOUT_FIELDS else self.extra[name]
 
     def replace(self, **changes: Any) -> "RolloutBatch":
-        """A copy with some fields changed; names that are no field of the record go to `extra`."""
+        """A copy with some fields changed; other names go to `extra`."""
         known = {name: x for name, x in changes.items() if name in (*ROLLOUT_FIELDS, "extra")}
         added = {name: x for name, x in changes.items() if name not in known}
         if added:
@@ -137,13 +137,13 @@ class OfflineBatch:
     kinds). The fields from `reference_...` on start as None; a stage of the dataflow writes each.
     """
 
-    index: Int[Array, " B"]  # of the record in its data set
+    index: Int[Array, " B"]  # number of the record in its data set
     weights: Float[Array, " B"]  # 1; 0 for a record that only fills the batch
     completion: TokenBatch | None = None
     chosen: TokenBatch | None = None
     rejected: TokenBatch | None = None
     mismatched: TokenBatch | None = None  # the prompt with the completion of the record before it
-    margins: Float[Array, " B"] | None = None  # of a preference; 0 where the data give none
+    margins: Float[Array, " B"] | None = None  # margin of a preference; 0 without one
     labels: Float[Array, " B"] | None = None  # 1 for a desirable completion, 0 for another
     ratings: Float[Array, " B"] | None = None
 
@@ -152,10 +152,10 @@ class OfflineBatch:
     reference_chosen_logprobs: Float[Array, " B"] | None = None
     reference_rejected_logprobs: Float[Array, " B"] | None = None
     reference_mismatched_logprobs: Float[Array, " B"] | None = None
-    baseline: Float[Array, " B"] | None = None  # of the algorithm, from the whole batch
+    baseline: Float[Array, " B"] | None = None  # the algorithm's, from the whole batch
 
     def __getitem__(self, name: str) -> Any:
-        """A field by its name. KeyError for a name that is none."""
+        """A field by its name. KeyError for an unknown name."""
         if name not in OFFLINE_FIELDS:
             raise KeyError(name)
         return getattr(self, name)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxrl_llm.distributed.crossing import holds, results_elsewhere
+from jaxrl_llm.distributed.transfer import holds, results_elsewhere
 from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.families import check_family, hf_names

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.types import ROLLOUT_FIELDS
@@ -113,51 +111,6 @@ def check_metric_name(who: str, name: Any, taken: Container[str] = ()) -> None:
             f"{who} returns the metric {name!r}, which the trainer writes itself; take another "
             f"name, such as {name + '_of_mine'!r}"
         )
-
-
-def has_gradient(fn: Callable[..., Any], fields: Mapping[str, Any], of: Sequence[str]) -> bool:
-    """Whether the first result of `fn` depends on a field of `of` outside stop_gradient.
-
-    A gradient that is 0 for some arrays is one: `fn` is traced, and not run.
-    """
-    reads = field_names(fn)
-    own = [name for name in reads if name in of]
-    shapes = {name: jax.ShapeDtypeStruct(*_shape_and_dtype(fields[name])) for name in reads}
-
-    def gradient(given: dict[str, Any]) -> list[Any]:
-        def first(learned: dict[str, Any]) -> Any:
-            return fn(*((given | learned)[name] for name in reads))[0]
-
-        value, pull = jax.vjp(first, {name: given[name] for name in own})
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return []  # integers have no gradient
-        return jax.tree.leaves(pull(jnp.ones_like(value)))
-
-    traced = jax.make_jaxpr(gradient)(shapes).jaxpr
-    written = {var: eqn for eqn in traced.eqns for var in eqn.outvars}
-    return not all(_is_zero(var, written) for var in traced.outvars)
-
-
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], Any]:
-    return jnp.shape(value), jnp.result_type(value)
-
-
-# How a result of 0 follows from the operands that are 0.
-_ZERO_IF_ANY = {"mul"}
-_ZERO_IF_FIRST = {"broadcast_in_dim", "convert_element_type", "div", "neg", "reshape", "reduce_sum"}
-
-
-def _is_zero(found: Any, written: Mapping[Any, Any]) -> bool:
-    """Whether a result of a trace is 0 whatever the arrays are, as far as its operations say."""
-    if isinstance(found, Literal):
-        return not np.any(found.val)
-    eqn = written.get(found)
-    if eqn is None:
-        return False
-    name = eqn.primitive.name
-    if name in _ZERO_IF_ANY:
-        return any(_is_zero(operand, written) for operand in eqn.invars)
-    return name in _ZERO_IF_FIRST and _is_zero(eqn.invars[0], written)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

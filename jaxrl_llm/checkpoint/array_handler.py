@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import type_handlers
 
-from jaxrl_llm.distributed.crossing import holds, without_data
+from jaxrl_llm.distributed.transfer import holds, without_data
 
 ELSEWHERE = 2**30  # number of a replica that no process writes
 

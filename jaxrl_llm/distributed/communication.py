@@ -1,9 +1,9 @@
-"""What moves between devices: the collectives of a compiled program, by stage and mesh axis.
+"""The traffic between devices: the collectives of a compiled program, by stage and mesh axis.
 
 Everything is read from the program's text after partitioning, `Compiled.as_text()`. So the table
 shows what XLA made of the sharding rules, not what was meant.
 
-Bytes are those that one device receives. Of a group of n devices these are
+Bytes are the bytes that one device receives. In a group of n devices these are
 
     all-gather, all-to-all      (n - 1) / n of the output
     reduce-scatter              (n - 1) / n of the input
@@ -72,10 +72,10 @@ _GROUPS = re.compile(
 class Collective:
     """One collective of a program, and how often a run of the program performs it."""
 
-    name: str  # of XLA's instruction
+    name: str  # XLA's name of the instruction
     kind: str  # one of KINDS
-    shape: str  # of the result, with its dtype
-    bytes: float  # that a device receives, each time
+    shape: str  # shape of the result, with its dtype
+    bytes: float  # bytes that a device receives, each time
     axis: str  # mesh axes joined by "+", or OTHER
     stage: str
     times: int = 1  # by loops whose trip count is known
@@ -105,7 +105,7 @@ class _Computation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Caller:
-    """What surrounds a computation."""
+    """The surroundings of a computation."""
 
     stage: str | None = None
     times: int = 1
@@ -119,9 +119,9 @@ def collectives(text: str, axes: MeshAxes, stages: Iterable[str]) -> list[Collec
     `stages` are the names of its stages, each a `jax.named_scope` under the jitted function. An
     operation without a scope belongs to the stage that first uses its result.
 
-    Requires: the devices of the program are those of the mesh, in its order.
+    Requires: the program has the devices of the mesh, in its order.
     """
-    return _Program(text, axes, stages).found()
+    return _Program(text, axes, stages).collectives()
 
 
 def stage_pattern(stages: Iterable[str]) -> re.Pattern[str]:
@@ -139,16 +139,16 @@ class _Program:
         self._computations, self._entry = _parse(text)
         self._moves = cache(self._has_collectives)
 
-    def found(self) -> list[Collective]:
+    def collectives(self) -> list[Collective]:
         return list(self._walk(self._entry, _Caller()))
 
     def _walk(self, name: str, caller: _Caller) -> Iterator[Collective]:
         computation = self._computations[name]
         for each in computation.instructions:
             if each.kind is not None:
-                found = self._collective(computation, each, caller)
-                if found.axis:  # empty where each group is one device
-                    yield found
+                collective = self._collective(computation, each, caller)
+                if collective.axis:  # empty where each group is one device
+                    yield collective
                 continue
             called = [name for name in _called(each) if self._moves(name)]
             if not called:
@@ -191,10 +191,10 @@ class _Program:
             share = 1.0
         else:
             groups = _GROUPS.search(each.line)
-            given = parse_groups(groups[1] if groups else "{}", self._axes.num_devices)
+            parsed = parse_groups(groups[1] if groups else "{}", self._axes.num_devices)
             if "channel_id=" in each.line and kind in BY_REPLICA and not _GLOBAL.search(each.line):
-                given = [list(range(self._axes.num_devices))]  # every partition of a replica
-            axis, num = self._axes.of_groups(given), max(len(group) for group in given)
+                parsed = [list(range(self._axes.num_devices))]  # every partition of a replica
+            axis, num = self._axes.of_groups(parsed), max(len(group) for group in parsed)
             share = SHARES.get(kind, 1.0) * (num - 1) / num
             # Its result is one part of n of what goes in.
             share *= num if kind == "reduce-scatter" else 1
@@ -214,8 +214,8 @@ class _Program:
         )
 
     def _stage_of(self, line: str) -> str | None:
-        found = self._stage.search(_op_name(line))
-        return found[1] if found else None
+        scope = self._stage.search(_op_name(line))
+        return scope[1] if scope else None
 
     def _neighbour(self, computation: _Computation, each: _Instruction) -> str | None:
         """The stage that first uses the result, also indirectly; else the last that it is from."""
@@ -256,15 +256,14 @@ def _parse(text: str) -> tuple[dict[str, _Computation], str]:
             entry = begun[2] if begun[1] else entry
         elif line.startswith(" "):
             current.lines.append(line)
-            if _OF_INTEREST.search(line) and (found := _INSTRUCTION.match(line)):
-                name, result, opcode = found.groups()
+            if _OF_INTEREST.search(line) and (match := _INSTRUCTION.match(line)):
+                name, result, opcode = match.groups()
                 # `to_apply` of a collective is what it computes of two numbers; all that ends an
                 # asynchronous call repeats what its start says.
                 if not opcode.endswith(("-done", "-update")):
                     each = _Instruction(name=name, result=result, opcode=opcode, line=line)
                     current.instructions.append(each)
-    if not entry:
-        raise ValueError(f"no ENTRY in what should be a compiled program: {text[:100]!r}")
+    assert entry, f"no ENTRY in {text[:100]!r}"
     return computations, entry
 
 
@@ -276,14 +275,14 @@ def _called(each: _Instruction) -> list[str]:
 
 
 def _attribute(line: str, name: str) -> str:
-    found = re.search(rf"\b{name}=%?([\w.\-]+)", line)
-    assert found is not None, f"{name} is not in {line[:200]}"
-    return found[1]
+    match = re.search(rf"\b{name}=%?([\w.\-]+)", line)
+    assert match is not None, f"{name} is not in {line[:200]}"
+    return match[1]
 
 
 def _op_name(line: str) -> str:
-    found = _OP_NAME.search(line)
-    return found[1] if found else ""
+    match = _OP_NAME.search(line)
+    return match[1] if match else ""
 
 
 def _moved(each: _Instruction) -> str:
@@ -312,11 +311,11 @@ def _top_level(shape: str) -> list[str]:
 
 
 def _bytes(dtype: str, dims: str) -> float:
-    """Of an array: every dtype's name has its bits, but that of booleans."""
+    """Bytes of an array. Every dtype except booleans has its bits in its name."""
     bits = re.match(r"[a-z]+(\d+)", dtype)
-    of_one = int(bits[1]) if bits else (8 if dtype == "pred" else 0)
+    bits_each = int(bits[1]) if bits else (8 if dtype == "pred" else 0)
     sizes = [int(dim.strip("<= ")) for dim in dims.split(",") if dim.strip()]
-    return math.prod(sizes) * of_one / 8
+    return math.prod(sizes) * bits_each / 8
 
 
 # ------------------------------------------------------------------------- the table
@@ -334,7 +333,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a stage moves over an axis by one kind of collective."""
+    """The traffic of a stage over an axis by one kind of collective."""
 
     stage: str
     axis: str
@@ -357,7 +356,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Of a row: how many collectives, the bytes a device receives, and what is not exact."""
+    """Totals of a row: number of collectives, bytes a device receives, and what is not exact."""
 
     count: float
     bytes: float
@@ -381,10 +380,10 @@ def repetitions(loops: Sequence[str], counts: Mapping[str, float]) -> tuple[floa
     return 1.0, missing
 
 
-def table(found: Iterable[Collective]) -> list[Row]:
+def table(collectives: Iterable[Collective]) -> list[Row]:
     """The rows of a program, in the order of its stages' first collectives."""
     groups: dict[tuple[str, str, str], dict[tuple[tuple[str, ...], bool], list[Collective]]] = {}
-    for each in found:
+    for each in collectives:
         parts = groups.setdefault((each.stage, each.axis, each.kind), {})
         parts.setdefault((each.loops, each.conditional), []).append(each)
     return [

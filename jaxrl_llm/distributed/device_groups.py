@@ -35,7 +35,7 @@ class MeshAxes:
     def of_groups(self, groups: Groups) -> str:
         """The axes over which every group spreads, joined by "+"; empty for groups of one device.
 
-        OTHER where a group is no product of axes or of parts of them.
+        OTHER where a group is not a product of axes or of parts of them.
         """
         several = [group for group in groups if len(group) > 1]
         spans = {self._differing(group) for group in several}
@@ -62,22 +62,18 @@ class MeshAxes:
 
 def parse_pairs(text: str) -> Groups:
     """The groups or pairs of `{{0,1},{2,3}}`."""
-    found = re.findall(r"\{([\d, ]*)\}", text)
-    return [[int(number) for number in group.split(",")] for group in found if group.strip()]
+    groups = re.findall(r"\{([\d, ]*)\}", text)
+    return [[int(number) for number in group.split(",")] for group in groups if group.strip()]
 
 
 def parse_groups(text: str, num_devices: int) -> Groups:
-    """The groups of `replica_groups=`, in any of its forms; empty groups mean all devices.
-
-    Raises: ValueError for a form that is not known.
-    """
+    """The groups of `replica_groups=`, in any of its forms; empty groups mean all devices."""
     if text.startswith("{"):
         return parse_pairs(text) or [list(range(num_devices))]
     if text.startswith("mesh["):
         return _mesh_groups(text)
     tiled = re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
-    if tiled is None:
-        raise ValueError(f"replica_groups={text[:200]} is in no form that is known")
+    assert tiled is not None, f"replica_groups={text[:200]}"
     shape = _numbers(tiled[1])
     return _iota(tiled[2]).reshape(shape[0], -1).tolist()
 
@@ -88,9 +84,9 @@ def _mesh_groups(text: str) -> Groups:
     axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", head)]
     sizes, names = [size for _, size in axes], [name for name, _ in axes]
     ids = np.arange(math.prod(sizes))
-    given = re.search(r"device_ids=\(([^{]*?)\)\s*\{", tail)
-    if given is not None:
-        ids = _device_ids(given[1], ids.size)
+    listed = re.search(r"device_ids=\(([^{]*?)\)\s*\{", tail)
+    if listed is not None:
+        ids = _device_ids(listed[1], ids.size)
     chosen = re.search(r"\{([^}]*)\}", tail)
     refs = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", chosen[1] if chosen else "")
     # Every axis as three: before the chosen part, the part, after it.

@@ -1,4 +1,4 @@
-"""What devices can do by their data sheets: FLOPs, memory bandwidth, links. No jax.
+"""Data sheets of devices: FLOPs, memory bandwidth, links. Imports no jax.
 
 Numbers are per device and in one direction; bytes are decimal (1 GB is 1e9 bytes).
 """

@@ -41,7 +41,7 @@ class Layout:
     rules: ShardingRules
 
     def axes(self, *logical: LogicalAxis) -> tuple[str, ...]:
-        """The parts of the mesh that split these logical axes; those of size 1 too."""
+        """The parts of the mesh that split these logical axes, also parts of size 1."""
         names = [axis for each in logical for axis in self.rules.mesh_axes(each)]
         return parts_of(self.mesh, *names)
 
@@ -81,9 +81,9 @@ class Layout:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The parts of `data`, larger than 1, that split the batch: outermost of those that do."""
-        found = (a for a in self.axes("batch") if a.partition(".")[0] == "data")
-        return tuple(axis for axis in found if self.mesh.shape[axis] > 1)
+        """The parts of `data`, larger than 1, that split the batch. They are the outermost ones."""
+        parts = (a for a in self.axes("batch") if a.partition(".")[0] == "data")
+        return tuple(axis for axis in parts if self.mesh.shape[axis] > 1)
 
     @property
     def of_data_group(self) -> "Layout | None":
@@ -103,7 +103,7 @@ class Layout:
     def of_stage(self) -> "Layout":
         """The layout of the layers of one pipeline stage, which has all rows of a micro-batch.
 
-        It has the weights of its layers: the stages share no storage of them.
+        It has the weights of its layers: stages do not share their storage.
         """
         stages = self.axes("layers")
 
@@ -144,7 +144,7 @@ def train_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layout:
 
     `tensor` is a tensor size of its own; 0 is the size of the mesh's axis.
 
-    Raises: ValueError when the mesh was not made for that tensor size.
+    Requires: the mesh was made with the cuts for that tensor size (`cuts_for`).
     """
     if tensor in (0, axis_size(mesh, "tensor")):
         kv_axes = _kv_axes(mesh, parts_of(mesh, "tensor"), num_kv_heads)
@@ -167,7 +167,7 @@ def generation_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layo
 
     `tensor` is a tensor size of its own; 0 is the size of the mesh's axis.
 
-    Raises: ValueError when the mesh was not made for that tensor size.
+    Requires: the mesh was made with the cuts for that tensor size (`cuts_for`).
     """
     heads, others = _groups(mesh, tensor or axis_size(mesh, "tensor"))
     # Rows of a training replica stay on its devices.
@@ -197,11 +197,7 @@ def _groups(mesh: Mesh, tensor: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         groups = [tuple(nearest[:i]) for i in range(len(nearest) + 1)]
         size = tensor // axis_size(mesh, *own)
         heads = next((own + group for group in groups if axis_size(mesh, *group) == size), None)
-    if heads is None or tensor % axis_size(mesh, *heads):
-        raise ValueError(
-            f"the mesh {dict(mesh.shape)} has no groups of {tensor} neighbouring devices: make it "
-            "with `cuts` for that tensor size (`cuts_for`)"
-        )
+    assert heads is not None and tensor % axis_size(mesh, *heads) == 0, (mesh.shape, tensor)
     return heads, tuple(part for part in mesh.axis_names if part not in heads)
 
 
@@ -220,16 +216,16 @@ def _kv_axes(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> tuple[str
 def mesh_of(
     config: MeshConfig,
     num_kv_heads: Sequence[int],
-    own_sizes: Sequence[int] = (),
+    model_sizes: Sequence[int] = (),
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """The mesh of a config, with the parts that its phases and models with so many heads need.
 
-    `own_sizes` are tensor sizes of single models. `devices` is None for the first ones.
+    `model_sizes` are tensor sizes of single models. `devices` is None for the first ones.
 
     Raises: ValueError for sizes that do not fit the devices or each other.
     """
-    phases = (config.generation.tensor, config.passes.tensor, *own_sizes)
+    phases = (config.generation.tensor, config.passes.tensor, *model_sizes)
     cuts = cuts_for(config.sizes, phases, num_kv_heads)
     return make_mesh(**config.sizes, cuts=cuts, devices=devices)
 
@@ -239,9 +235,9 @@ def cuts_for(
 ) -> tuple[int, ...]:
     """The cuts with which `make_mesh` can lay out every phase.
 
-    `phases` are the tensor sizes of the phases; 0 is that of the mesh. `num_kv_heads` are those of
-    the models: with fewer KV heads than devices, each head gets its own part of the axis, unless
-    that contradicts another cut.
+    `phases` are the tensor sizes of the phases; 0 is the size of the mesh. `num_kv_heads` has a
+    number for each model. With fewer KV heads than devices, each head gets its own part of the
+    axis, unless that contradicts another cut.
 
     Raises: ValueError for tensor sizes of phases that do not fit the mesh.
     """

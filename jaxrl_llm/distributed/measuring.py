@@ -21,14 +21,14 @@ Groups = Sequence[Sequence[Device]]  # devices of equal number in each group
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much work a measurement does: enough for milliseconds, little enough for any device."""
+    """The work of a measurement: enough for milliseconds, little enough for any device."""
 
     matmul: int  # rows and columns of a matrix
-    array_bytes: int  # that a device sends; an array in a device's memory is four times as large
-    copy_bytes: int  # of a copy to or from another memory
+    array_bytes: int  # bytes a device sends; its array is four times as large
+    copy_bytes: int  # bytes of a copy to or from another memory
     loops: int  # repetitions inside one program, at most
-    seconds: float  # that a program with a link may take, if one repetition does not take more
-    repeats: int  # of a program; the fastest counts
+    seconds: float  # limit of a program with a link, if one repetition does not take more
+    repeats: int  # runs of a program; the fastest counts
 
 
 GPU = Sizes(2**13, array_bytes=2**28, copy_bytes=2**28, loops=20, seconds=2.0, repeats=3)
@@ -136,7 +136,7 @@ def exchange_bandwidth(groups: Groups, pairs: Sequence[tuple[int, int]]) -> floa
 
 
 def repetitions(size: Sizes, seconds: float) -> int:
-    """How often a program repeats a step that takes so long."""
+    """Repetitions of a step of that duration in a program."""
     return min(size.loops, max(1, int(size.seconds / seconds)))
 
 

@@ -63,10 +63,10 @@ def make_mesh(
 
 def devices_of_nodes() -> list[list[int]]:
     """The numbers of the devices of each node, in `jax.devices()`. A node is a process."""
-    found: list[list[int]] = [[] for _ in range(jax.process_count())]
+    numbers: list[list[int]] = [[] for _ in range(jax.process_count())]
     for number, device in enumerate(jax.devices()):
-        found[device.process_index].append(number)
-    return found
+        numbers[device.process_index].append(number)
+    return numbers
 
 
 def axis_parts(sizes: Mapping[MeshAxis, int], cuts: Sequence[int] = ()) -> dict[str, int]:
@@ -74,7 +74,7 @@ def axis_parts(sizes: Mapping[MeshAxis, int], cuts: Sequence[int] = ()) -> dict[
 
     Raises: ValueError for a cut that does not end at a whole part of an axis.
     """
-    inner, found = 1, {}
+    inner, parts = 1, {}
     for axis in reversed(AXES):
         size = sizes.get(axis, 1)
         bounds = sorted({cut // inner for cut in cuts if inner < cut < inner * size})
@@ -88,16 +88,14 @@ def axis_parts(sizes: Mapping[MeshAxis, int], cuts: Sequence[int] = ()) -> dict[
         widths = [b // a for a, b in zip(ends, ends[1:], strict=False)]
         for i, width in enumerate(widths):  # the innermost part has the largest number
             part = len(widths) - 1 - i
-            found[axis if len(widths) == 1 else f"{axis}.{part}"] = width
+            parts[axis if len(widths) == 1 else f"{axis}.{part}"] = width
         inner *= size
-    return dict(reversed(found.items()))
+    return dict(reversed(parts.items()))
 
 
 def check_mesh(sizes: Mapping[MeshAxis, int], num_devices: int, num_processes: int = 1) -> None:
     """Raises: ValueError unless a mesh of these `sizes` fits. An axis without a size has 1."""
     shown = named(sizes)
-    if any(size < 1 for size in sizes.values()):
-        raise ValueError(f"mesh {shown}: every size must be 1 or more.")
     wanted = math.prod(sizes.values())
     seen = f"{num_devices} devices are available"
     if num_processes > 1:
@@ -133,15 +131,14 @@ def named(sizes: Mapping[Any, int]) -> str:
 def parts_of(mesh: Mesh | AbstractMesh, *axes: str) -> tuple[str, ...]:
     """The parts of the mesh that make up these axes, each outermost first.
 
-    A name that is a part itself stands for itself. Raises: ValueError for an unknown axis.
+    A name that is a part itself stands for itself.
     """
-    found = []
+    every = []
     for axis in axes:
         parts = [part for part in mesh.axis_names if axis in (part, part.partition(".")[0])]
-        if not parts:
-            raise ValueError(f"the mesh has {tuple(mesh.axis_names)} and no axis {axis!r}.")
-        found += parts
-    return tuple(found)
+        assert parts, f"{mesh.axis_names} and no axis {axis!r}"
+        every += parts
+    return tuple(every)
 
 
 def axis_size(mesh: Mesh | AbstractMesh, *axes: str) -> int:
@@ -150,5 +147,5 @@ def axis_size(mesh: Mesh | AbstractMesh, *axes: str) -> int:
 
 
 def num_replicas(mesh: Mesh | AbstractMesh) -> int:
-    """How many parts the batch is split into in training."""
+    """The number of parts that the batch is split into in training."""
     return axis_size(mesh, *REPLICA_AXES)

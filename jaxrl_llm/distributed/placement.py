@@ -12,24 +12,24 @@ from jaxrl_llm.config.placement import Device, devices_of_roles, nodes_of
 def numbers_of_roles(config: Config, nodes: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """`devices_of_roles` as numbers counted over all nodes; `nodes` has the numbers of each.
 
-    Raises: ConfigError for a node or device that is not there, groups that are no nodes of this
-        launch, or a node that no role uses.
+    Raises: ConfigError for a node or device that does not exist, groups that do not match the
+        nodes of this launch, or a node that no role uses.
     """
     if config.placement and len(nodes) > 1:
         _check_ahead(config, len(nodes))
     _check_launch(config, [len(own) for own in nodes])
-    found = {
+    numbers_of = {
         role: tuple(_number(role, device, nodes) for device in devices)
         for role, devices in devices_of_roles(config).items()
     }
-    used = {number for numbers in found.values() for number in numbers}
+    used = {number for numbers in numbers_of.values() for number in numbers}
     for node, own in enumerate(nodes):
         if config.placement and len(nodes) > 1 and not used & set(own):
             raise ConfigError(
                 f"config.placement: no role uses node{node}, process {node} of {len(nodes)}; give "
                 "a role its devices, or start fewer processes"
             )
-    return found
+    return numbers_of
 
 
 def sizes_of_nodes(config: Config) -> list[int]:
@@ -37,8 +37,8 @@ def sizes_of_nodes(config: Config) -> list[int]:
 
     Without groups a node has as many devices as the largest that a role names.
     """
-    found = devices_of_roles(config).values()
-    named = [d for devices in found for d in devices if isinstance(d, tuple)]
+    groups = devices_of_roles(config).values()
+    named = [d for devices in groups for d in devices if isinstance(d, tuple)]
     if config.node_groups or not named:
         return [size for _, size in nodes_of(config)]
     last, most = (max(each) for each in zip(*named, strict=True))
@@ -46,7 +46,7 @@ def sizes_of_nodes(config: Config) -> list[int]:
 
 
 def _check_ahead(config: Config, processes: int) -> None:
-    """What is ahead of time can be exchanged in one order."""
+    """Batches ahead of time must be exchanged in one order."""
     parts, filtered = config.partial_rollouts, config.rollout.filter_groups.enable
     if parts or (config.max_staleness and filtered):
         key = f"partial_rollouts={parts}" if parts else "rollout.filter_groups.enable"

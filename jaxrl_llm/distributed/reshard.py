@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxrl_llm.distributed import crossing
-from jaxrl_llm.distributed.crossing import call
+from jaxrl_llm.distributed import transfer
 from jaxrl_llm.distributed.multihost import processes_of
+from jaxrl_llm.distributed.transfer import call
 
 Axes = tuple[str, ...]
 IN_FLIGHT = 2**30  # bytes of whole arrays on a device, on their way to other devices
@@ -28,7 +28,7 @@ def to_layout(params: Any, source: Any, target: Any) -> Any:
     Guarantees: an axis that changes its dim moves by an all-to-all, before other axes are gathered.
         So no device receives more than its part of the target, and none holds a whole array that
         the target splits.
-    Raises: ValueError for a target that splits a dim more than these collectives can.
+    Requires: the target splits a dim no more than these collectives can.
     """
     before, after = (jax.tree.map(lambda s: s.spec, tree) for tree in (source, target))
     (mesh,) = {sharding.mesh for sharding in jax.tree.leaves((source, target))}
@@ -62,27 +62,25 @@ def _switch(x: jax.Array, before: PartitionSpec, after: PartitionSpec) -> jax.Ar
         x = _gather(x, held[origin][last:], origin)
         held[origin] = held[origin][:last]
         inner = held[origin][-len(added) :]
-        if set(inner) != set(added):
-            raise ValueError(f"no switch from {before} to {after}: {added} are not neighbours")
+        assert set(inner) == set(added), (before, after)
         x = jax.lax.all_to_all(x, added, split_axis=dim, concat_axis=origin, tiled=True)
         x = _reordered(x, origin, added, inner)
         held[origin], held[dim] = held[origin][: -len(added)], axes
     for dim, axes in enumerate(wanted):
-        if held[dim][: len(axes)] != axes:
-            raise ValueError(f"no switch from {before} to {after}")
+        assert held[dim][: len(axes)] == axes, (before, after)
         x = _gather(x, held[dim][len(axes) :], dim)
     return x
 
 
-def _reordered(x: jax.Array, dim: int, found: Axes, wanted: Axes) -> jax.Array:
-    """Parts of a dim that came in the order of the axes `found`, in the order `wanted`."""
-    if found == wanted:
+def _reordered(x: jax.Array, dim: int, current: Axes, wanted: Axes) -> jax.Array:
+    """Parts of a dim, from the order of the axes `current` to the order `wanted`."""
+    if current == wanted:
         return x
-    sizes = [jax.lax.axis_size(axis) for axis in found]
+    sizes = [jax.lax.axis_size(axis) for axis in current]
     shape, parts = x.shape, (*sizes, x.shape[dim] // math.prod(sizes))
     x = x.reshape(*shape[:dim], *parts, *shape[dim + 1 :])
-    order = [dim + found.index(axis) for axis in wanted]
-    rest = range(dim + len(found), x.ndim)
+    order = [dim + current.index(axis) for axis in wanted]
+    rest = range(dim + len(current), x.ndim)
     return x.transpose(*range(dim), *order, *rest).reshape(shape)
 
 
@@ -102,22 +100,22 @@ def to_devices(
 ) -> tuple[Any, int]:
     """`params` in `dtype` on other devices, under the shardings `target`; and the bytes that move.
 
-    Those at a path that `stays` keep their own dtype.
-    Outside of jit. An array is gathered on its own devices, and each of them sends to its share of
-    the new ones. Those that are gathered at a time have at most `IN_FLIGHT` bytes, or are one.
-    Between processes an array moves as `crossing.moved` says, and its bytes cross once.
+    Arrays at a path that `stays` keep their own dtype. Call it outside of jit.
+    An array is gathered on its own devices, and each of them sends to its share of the new ones.
+    Arrays that are gathered at a time have at most `IN_FLIGHT` bytes, or are one.
+    Between processes an array moves by `transfer.moved`, and its bytes are sent once.
 
-    Requires: every process calls it, as `crossing.moved` requires.
+    Requires: every process calls it, as `transfer.moved` requires.
     """
     moved, in_flight = 0, []
 
-    def cross(x: jax.Array, sharding: NamedSharding, dtype: str) -> jax.Array:
+    def between_processes(x: jax.Array, sharding: NamedSharding, dtype: str) -> jax.Array:
         nonlocal moved
         small = call(_cast(x.sharding, dtype), (x,), x.sharding.mesh)  # pyright: ignore
         moved += small.nbytes
-        return crossing.moved(small, sharding)
+        return transfer.moved(small, sharding)
 
-    def between(x: jax.Array, sharding: NamedSharding, dtype: str) -> jax.Array:
+    def in_process(x: jax.Array, sharding: NamedSharding, dtype: str) -> jax.Array:
         nonlocal moved
         whole = _whole(x.sharding.mesh, dtype)(x)  # pyright: ignore[reportAttributeAccessIssue]
         copies = [shard.data for shard in whole.addressable_shards]
@@ -130,12 +128,12 @@ def to_devices(
     def leaf(path: Any, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         own = str(x.dtype) if stays(path) else dtype
         several = len(processes_of(x.sharding.device_set | sharding.device_set)) > 1
-        found = (cross if several else between)(x, sharding, own)
-        in_flight.append(found)
+        array = (between_processes if several else in_process)(x, sharding, own)
+        in_flight.append(array)
         if sum(each.nbytes for each in in_flight) > IN_FLIGHT:
             jax.block_until_ready(in_flight)
             in_flight.clear()
-        return found
+        return array
 
     return jax.tree.map_with_path(leaf, params, target), moved
 

@@ -1,8 +1,8 @@
 """Sharding rules: which mesh axes split each logical axis.
 
 A parameter names its dims by logical axes, for example ("embed", "q_heads", "head_dim"). One rules
-object says where each of them lies. The rules of training are here, those of generation and of
-other sizes of `tensor` in layout.py.
+object says where each of them lies. The rules of training are here. The rules of generation and of
+other sizes of `tensor` are in layout.py.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.schema import AXES, REPLICA_AXES
+from jaxrl_llm.config.schema import REPLICA_AXES
 from jaxrl_llm.distributed.mesh import axis_size, parts_of
 
 LogicalAxis = Literal[
@@ -45,8 +45,8 @@ class ShardingRules:
     """The mesh axes of each logical axis; the field names are `LogicalAxis`."""
 
     batch: MeshAxes = None
-    tokens: MeshAxes = None  # of the rows of activations
-    residual: MeshAxes = None  # of the rows of the residual stream, between blocks
+    tokens: MeshAxes = None  # tokens in rows of activations
+    residual: MeshAxes = None  # tokens in rows of the residual stream, between blocks
     layers: MeshAxes = None  # stages of a pipeline; stored weights have no such dim
     embed: MeshAxes = None
     vocab: MeshAxes = None
@@ -56,22 +56,13 @@ class ShardingRules:
     head_dim: MeshAxes = None
     norm: MeshAxes = None  # norm scales and other vectors of the hidden size
     value: MeshAxes = None  # the output of a scalar head
-    rank: MeshAxes = None  # of an adapter
+    rank: MeshAxes = None  # rank of an adapter
     expert: MeshAxes = None
     expert_embed: MeshAxes = None  # the hidden size in the weights of experts
     merged: MeshAxes = None  # outputs of several projections in one kernel, which stays whole
 
     def mesh_axes(self, logical: LogicalAxis) -> tuple[str, ...]:
-        """The mesh axes that split `logical`, outermost first.
-
-        Raises: ValueError for an unknown name.
-        """
-        names = [field.name for field in dataclasses.fields(self)]
-        if logical not in names:
-            raise ValueError(
-                f"no rule for the logical axis {logical!r}; the rules know {sorted(names)}. "
-                "Give the parameter one of these axes, or add a field to ShardingRules."
-            )
+        """The mesh axes that split `logical`, outermost first."""
         target: MeshAxes = getattr(self, logical)
         if target is None:
             return ()
@@ -105,46 +96,29 @@ def partition_spec(
 ) -> PartitionSpec:
     """The PartitionSpec of an array whose dims have these logical axes, one entry a dim.
 
-    With a `mesh`, axes are replaced by their parts, and those of size 1 are left out.
-
-    Raises: ValueError when two dims would lie on one mesh axis, or when the mesh lacks an axis.
+    With a `mesh`, axes are replaced by their parts, without parts of size 1.
     """
-    owner: dict[str, str] = {}
     entries: list[MeshAxes] = []
     for logical in axes:
         targets = rules.mesh_axes(logical)
         if mesh is not None:
-            targets = _split_by(targets, logical, mesh)
-        for target in targets:
-            if target in owner:
-                raise ValueError(
-                    f"the logical axes {owner[target]!r} and {logical!r} both lie on the mesh axis "
-                    f"{target!r}; give one of them another: rules.replace({logical}=None)."
-                )
-            owner[target] = logical
+            targets = _split_by(targets, mesh)
         entries.append(None if not targets else targets[0] if len(targets) == 1 else targets)
     return PartitionSpec(*entries)
 
 
-def _split_by(axes: tuple[str, ...], logical: str, mesh: Mesh) -> tuple[str, ...]:
-    try:
-        parts = parts_of(mesh, *axes)
-    except ValueError as error:
-        raise ValueError(
-            f"the rule for {logical!r} does not fit: {error} Use one of its axes (make_mesh always "
-            f"makes {AXES})."
-        ) from None
-    return tuple(part for part in parts if mesh.shape[part] > 1)
+def _split_by(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(part for part in parts_of(mesh, *axes) if mesh.shape[part] > 1)
 
 
 def shardings(axes_tree: Any, shapes_tree: Any, mesh: Mesh, rules: ShardingRules) -> Any:
     """A pytree of NamedSharding for parameters.
 
-    The leaves of `axes_tree` are tuples of logical axes; those of `shapes_tree` (same structure)
-    have a `.shape`.
+    The leaves of `axes_tree` are tuples of logical axes; the leaves of `shapes_tree` (same
+    structure) have a `.shape`.
 
-    Raises: ValueError with the parameter's path and a remedy, for an unknown logical or mesh axis,
-        for two dims on one mesh axis, and for a dim that its mesh axes do not divide.
+    Raises: ValueError with the parameter's path and a remedy, for a dim that its mesh axes do not
+        divide.
     """
 
     def leaf(path: Any, axes: tuple[LogicalAxis, ...], array: Any) -> NamedSharding:
@@ -162,8 +136,6 @@ def shardings(axes_tree: Any, shapes_tree: Any, mesh: Mesh, rules: ShardingRules
 def _named_sharding(
     axes: tuple[LogicalAxis, ...], shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules
 ) -> NamedSharding:
-    if len(axes) != len(shape):
-        raise ValueError(f"{len(axes)} logical axes {axes} for the shape {shape}; name every dim.")
     sharding = NamedSharding(mesh, partition_spec(axes, rules, mesh))
     try:
         sharding.shard_shape(shape)
@@ -177,7 +149,7 @@ def _indivisible(
 ) -> str:
     """The error message for the first dim that its mesh axes do not divide."""
     for logical, size in zip(axes, shape, strict=True):
-        targets = _split_by(rules.mesh_axes(logical), logical, mesh)
+        targets = _split_by(rules.mesh_axes(logical), mesh)
         parts = axis_size(mesh, *targets)
         if size % parts:
             fits = [n for n in range(1, parts + 1) if size % n == 0 and parts % n == 0]
@@ -200,7 +172,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def in_host_memory(x: Any) -> bool:
-    """Whether an array, concrete or traced, is in host memory."""
+    """True if an array, concrete or traced, is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

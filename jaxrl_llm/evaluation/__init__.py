@@ -1,1 +1,1 @@
-"""What a model can do: held-out evaluation, answers to prompts; and its export."""
+"""Held-out evaluation, answers to prompts, and export of a model."""

@@ -1,4 +1,4 @@
-"""How a trained model answers outside of a run: what `generate`, `stream` and their commands take.
+"""Settings of `generate`, `stream` and their commands, for a trained model outside of a run.
 
 Imports no jax, so that a command refuses a flag before the model is opened.
 """
@@ -17,7 +17,7 @@ S = TypeVar("S", bound=Record)
 
 
 class StreamSettings(Record):
-    """Of one answer."""
+    """Settings of one answer."""
 
     max_new_tokens: Count = 256
     temperature: NotNegative = 1.0  # 0 is greedy
@@ -25,13 +25,13 @@ class StreamSettings(Record):
     top_k: Whole = 0  # 0 is off
     stop: StopTexts = ()
     seed: Whole = 0
-    chat: bool | None = None  # whether a text is a user's message; None: with a chat template
+    chat: bool | None = None  # True: a text is a user's message; None: with a chat template
 
 
 class AnswerSettings(StreamSettings):
-    """Of many answers."""
+    """Settings of many answers."""
 
-    n: Count = 1  # of each prompt
+    n: Count = 1  # answers to each prompt
     batch_size: Count = 64  # prompts at once
 
 
@@ -54,12 +54,12 @@ class AnswerKeys(StreamKeys, total=False):
     batch_size: int
 
 
-def read_settings(cls: type[S], given: Mapping[str, Any], key: str) -> S:
+def read_settings(cls: type[S], keywords: Mapping[str, Any], key: str) -> S:
     """The settings of keyword arguments; messages call them `key`.NAME, and --NAME for "--".
 
     Raises: ConfigError for an unknown one, and for a value of another type or out of bounds.
     """
     try:
-        return validate(cls, dict(given))
+        return validate(cls, dict(keywords))
     except ValidationError as error:
         raise ConfigError(str(explain(error, cls, key)).replace("--.", "--")) from None

@@ -32,10 +32,10 @@ from jaxrl_llm.references import shown
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import Completion, Prompt
 
-FEWEST_TOKENS = 16  # of a row of prompts; rows have powers of two, so that few programs are needed
-STREAMED = 4  # tokens of a piece of an answer that is shown while it is made
+FEWEST_TOKENS = 16  # shortest row of prompts; rows have powers of two, so programs are few
+STREAMED = 4  # tokens of a streamed piece of an answer
 
-THE_PROMPT = "the prompt"  # the name of one that is alone
+THE_PROMPT = "the prompt"  # name of a single prompt
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -85,10 +85,10 @@ class OpenModel:
             answered.
         """
         how = read_settings(AnswerSettings, settings, "generate")
-        given = [prompts] if isinstance(prompts, str) else prompts_in(prompts)
-        many = len(given) > 1
-        names = [f"prompt {i}" if many else THE_PROMPT for i in range(len(given))]
-        read = read_prompts(given, self.tokenizer, chat=how.chat, names=names)
+        texts = [prompts] if isinstance(prompts, str) else prompts_in(prompts)
+        many = len(texts) > 1
+        names = [f"prompt {i}" if many else THE_PROMPT for i in range(len(texts))]
+        read = read_prompts(texts, self.tokenizer, chat=how.chat, names=names)
         check_lengths(self, read, names)
         return [answer for batch in complete(self, read, how) for answer in batch]
 
@@ -122,7 +122,7 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
 
 
 def sampling_params(model: OpenModel, how: StreamSettings) -> SamplingParams:
-    """How a model samples; an answer ends with the token that completes a stop string.
+    """The sampling of a model; an answer ends with the token that completes a stop string.
 
     ValueError for a stop string that the tokenizer cannot have.
     """
@@ -135,14 +135,12 @@ def sampling_params(model: OpenModel, how: StreamSettings) -> SamplingParams:
     )
 
 
-def prompts_in(given: Any) -> list[Any]:
-    """The prompts of a list of texts or conversations. ConfigError for anything else."""
-    if not isinstance(given, Iterable) or isinstance(given, Mapping):
-        raise ConfigError(f"the prompts are {shown(given)}: give a text, or a list of them")
-    prompts = list(given)
-    if prompts and all(isinstance(prompt, Mapping) for prompt in prompts):
+def prompts_in(prompts: Iterable[Any]) -> list[Any]:
+    """A list of texts or conversations. ConfigError for one conversation in place of a list."""
+    listed = list(prompts)
+    if listed and all(isinstance(prompt, Mapping) for prompt in listed):
         raise ConfigError("one conversation is given as all prompts: give a list of it, [messages]")
-    return prompts
+    return listed
 
 
 def read_prompts(
@@ -252,18 +250,18 @@ class _Batch:
     seed: int
     n: int = 1  # samples of each prompt
     first: int = 0  # samples before these, of other batches
-    rows: int = 1  # of the program; more than there are prompts only in a last batch
+    rows: int = 1  # rows of the program; a last batch may have fewer prompts
     longest: int  # tokens of the longest row and its answer, of all batches
 
 
 def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
     how, arguments = _arguments(model, batch)
     out = jax.device_get(_program(model, generate, how)(model.params, *arguments))
-    found = completions_of(
+    completions = completions_of(
         model.tokenizer, batch.sampling.stops, out.tokens, out.lengths, out.logprobs
     )
     return [
-        Answer(prompt=prompt, completions=tuple(found[row * batch.n : (row + 1) * batch.n]))
+        Answer(prompt=prompt, completions=tuple(completions[row * batch.n : (row + 1) * batch.n]))
         for row, prompt in enumerate(batch.prompts)
     ]
 
@@ -289,9 +287,9 @@ def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: in
 
 
 class _How(NamedTuple):
-    """What a program is compiled for."""
+    """The sizes and settings of a compiled program."""
 
-    shape: tuple[int, ...]  # of the prompts
+    shape: tuple[int, ...]  # shape of the prompts
     settings: GenerationSettings
     longest: int  # tokens of a row and its answer
 

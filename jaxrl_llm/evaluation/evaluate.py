@@ -22,7 +22,6 @@ from jaxrl_llm.config import Config, Custom, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
 from jaxrl_llm.data.share import own_indices
-from jaxrl_llm.distributed.crossing import call, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -34,6 +33,7 @@ from jaxrl_llm.distributed.multihost import (
     place_held,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.distributed.transfer import call, takes_part
 from jaxrl_llm.evaluation.held_out_statistics import interval_metrics
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.engine import (
@@ -64,19 +64,19 @@ NEEDS_LESS_MEMORY = (
     "smaller config.rollout.cache_tokens or num_slots, or config.data.val_batch_size",
     MORE_DEVICES,
 )
-NUM_DRAWS = 1000  # of a prompt's samples, to estimate maj@n
+NUM_DRAWS = 1000  # draws of a prompt's samples, to estimate maj@n
 SEED_STREAM = 1  # validation draws from another stream than training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """One evaluation: metrics of all samples, and for the trace those that this process owns."""
+    """One evaluation: metrics of all samples, and the samples that this process owns."""
 
     metrics: dict[str, float]
     accuracy: float  # share of samples that are right, over all sources
     num_samples: dict[str, int]  # by source
 
-    indices: list[int]  # of the samples of this process, among all
+    indices: list[int]  # numbers of this process's samples among all
     prompts: list[Prompt]  # one a sample
     completions: list[Completion]
     grades: np.ndarray  # float32, one a sample
@@ -114,7 +114,7 @@ class Validator:
         self._rows = host_rows(self._sharding, self._batch_size * self._n, self._n)
         groups = np.unique(self._rows.held // self._n).tolist()
         starts = range(0, len(prompts), self._batch_size)
-        # Those that this process holds rows of, by group; one entry a batch.
+        # The prompts whose rows this process holds, by group; one entry a batch.
         self._prompts = [
             {i: prompts[start + i] for i in groups if start + i < len(prompts)} for start in starts
         ]
@@ -184,8 +184,8 @@ class Validator:
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)
                 tokens, lengths, logprobs = fetch_rows(out, self._rows)
-            found = completions_of(self._tokenizer, self._stops, tokens, lengths, logprobs)
-            for row, completion in zip(self._rows.owned.tolist(), found, strict=True):
+            texts = completions_of(self._tokenizer, self._stops, tokens, lengths, logprobs)
+            for row, completion in zip(self._rows.owned.tolist(), texts, strict=True):
                 if first + row < self.num_prompts * self._n:  # the others only fill the batch
                     indices.append(first + row)
                     prompts.append(chunk[row // self._n])
@@ -373,10 +373,10 @@ def accuracy_metrics(
 
 def failure_metrics(sources: Sequence[str], failed: Sequence[bool]) -> dict[str, float]:
     """`val-aux/<source>/failures`: samples without a grade, which count as wrong."""
-    found = dict.fromkeys(sources, 0.0)
+    counts = dict.fromkeys(sources, 0.0)
     for source, without in zip(sources, failed, strict=True):
-        found[source] += without
-    return {f"val-aux/{source}/failures": count for source, count in found.items()}
+        counts[source] += without
+    return {f"val-aux/{source}/failures": count for source, count in counts.items()}
 
 
 def _majority(answers: Sequence[Any], right: np.ndarray) -> float:
@@ -395,9 +395,9 @@ def _most_frequent(draw: Sequence[int], answers: Sequence[Any]) -> int:
 
 
 def _answer(extras: dict[str, Any]) -> Any:
-    """What a grader says that it read in a sample: `pred`, or `<function>/pred`."""
-    found = [value for name, value in extras.items() if name.rpartition("/")[2] == "pred"]
-    return found[0] if found else None
+    """The answer that a grader read in a sample: `pred`, or `<function>/pred`."""
+    answers = [value for name, value in extras.items() if name.rpartition("/")[2] == "pred"]
+    return answers[0] if answers else None
 
 
 # ------------------------------------------------------------------------- of a training
@@ -420,10 +420,10 @@ class AnswerEvaluation(Evaluation):
     trace: Callable[[int, Validation], None] | None = None  # takes the answers after a step
 
     def run(self, states: States, step: int) -> dict[str, float]:
-        found = self.validator.run(self.validator.role.params_in(states), step)
+        result = self.validator.run(self.validator.role.params_in(states), step)
         if self.trace is not None:
-            self.trace(step, found)
-        return {self.accuracy_name: found.accuracy} if self.accuracy_name else found.metrics
+            self.trace(step, result)
+        return {self.accuracy_name: result.accuracy} if self.accuracy_name else result.metrics
 
 
 class RecordEvaluation(Evaluation):
@@ -455,8 +455,8 @@ class RecordEvaluation(Evaluation):
         total: dict[str, Any] = {}
         for batch in self._batches:
             arguments = states, place_held(batch, self._sharding, self._rows)
-            found = fetch(call(self._sums, arguments, self._mesh))
-            total = {name: total.get(name, 0.0) + np.float64(x) for name, x in found.items()}
+            sums = fetch(call(self._sums, arguments, self._mesh))
+            total = {name: total.get(name, 0.0) + np.float64(x) for name, x in sums.items()}
         return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}
 
 

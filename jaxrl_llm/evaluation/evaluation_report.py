@@ -1,4 +1,4 @@
-"""What `jaxrl evaluate` shows of an evaluation: a table, and every answer."""
+"""The output of `jaxrl evaluate`: a table, and every answer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,10 +42,16 @@ def _with_interval(value: float, metrics: Mapping[str, float], name: str) -> str
     return f"{value:.3f} ({metrics[f'{name}/low']:.3f} to {metrics[f'{name}/high']:.3f})"
 
 
-def all_answers(found: Validation) -> list[dict[str, Any]]:
+def all_answers(validation: Validation) -> list[dict[str, Any]]:
     """Every answer with its grade, in the order of the rows. Every process must call it."""
-    samples = zip(found.indices, found.prompts, found.completions, found.grades, strict=True)
-    rest = enumerate(found.preds)
+    samples = zip(
+        validation.indices,
+        validation.prompts,
+        validation.completions,
+        validation.grades,
+        strict=True,
+    )
+    rest = enumerate(validation.preds)
     own = [
         {
             "index": index,
@@ -56,7 +62,7 @@ def all_answers(found: Validation) -> list[dict[str, Any]]:
             "response": completion.text,
             "pred": as_text(pred),
             "grade": float(grade),
-            "failures": found.failures.get(place, []),
+            "failures": validation.failures.get(place, []),
             "num_tokens": len(completion.tokens),
             "finished": completion.finished,
         }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NUM_RESAMPLES = 1000  # of the prompts of a source
+NUM_RESAMPLES = 1000  # resamples of the prompts of a source
 AT_ONCE = 100  # resamples that are in memory together
 SEED = 42
 ENDS = {"low": 2.5, "high": 97.5}  # percentiles
@@ -46,14 +46,14 @@ def interval_metrics(sources: Sequence[str], right: np.ndarray, n: int) -> dict[
 
 
 def _of_prompts(counts: np.ndarray, n: int) -> dict[str, np.ndarray]:
-    """What is averaged, by name: one number a prompt, from its number of right samples."""
-    found = {f"mean@{n}": counts / n}
+    """The columns to average, by name: one number a prompt, from its right samples."""
+    columns = {f"mean@{n}": counts / n}
     k = 2
     while k < n:
         by_count = np.array([pass_at_k(c, n, k) for c in range(n + 1)])
-        found[f"pass@{k}"] = by_count[counts]
+        columns[f"pass@{k}"] = by_count[counts]
         k *= 2
-    return found | ({f"best@{n}": (counts > 0).astype(float)} if n > 1 else {})
+    return columns | ({f"best@{n}": (counts > 0).astype(float)} if n > 1 else {})
 
 
 def _intervals(values: np.ndarray) -> list[dict[str, float]]:

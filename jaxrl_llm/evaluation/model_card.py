@@ -13,7 +13,7 @@ from jaxrl_llm.config import Config, as_dict, differences
 from jaxrl_llm.models.base import ModelSpec
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-MOST_ROWS = 12  # of the table of the learning curve
+MOST_ROWS = 12  # most rows of the table of the learning curve
 # Columns of that table: the first of each that the run has.
 CURVES = (
     ("reward", ("critic/score/mean",)),
@@ -36,7 +36,7 @@ LOCAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a checkpoint's run says of itself; empty where its files were not copied along."""
+    """Facts of a checkpoint's run; empty where its files were not copied along."""
 
     config: Config | None
     step: int
@@ -72,13 +72,13 @@ def model_card(spec: ModelSpec, facts: RunFacts, role: str) -> str:
 def _data(config: Config) -> str:
     """The names of the training data, without folders."""
     data = config.data
-    found = [Path(file).name for file in data.train_files]
-    found += [task.label for task in data.train_tasks]
+    names = [Path(file).name for file in data.train_files]
+    names += [task.label for task in data.train_tasks]
     if data.train_rows is not None:
-        found.append(f"{data.train_rows.num_rows} rows of a program")
+        names.append(f"{data.train_rows.num_rows} rows of a program")
     if data.dataset_class:
-        found.append(data.dataset_class.rpartition(":")[2])
-    return ", ".join(found)
+        names.append(data.dataset_class.rpartition(":")[2])
+    return ", ".join(names)
 
 
 def _rewards(config: Config) -> str:
@@ -113,8 +113,8 @@ def _curve(history: Sequence[Mapping[str, Any]]) -> str:
 def _first(row: Mapping[str, Any], pattern: str) -> float | None:
     """The mean of the metrics of a pattern, where `*` is one part of a name."""
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^/]+"))
-    found = [x for name, x in row.items() if expression.fullmatch(name) and x is not None]
-    return sum(found) / len(found) if found else None
+    values = [x for name, x in row.items() if expression.fullmatch(name) and x is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _config(config: Config) -> str:
@@ -123,15 +123,15 @@ def _config(config: Config) -> str:
     Addresses of servers are left out.
     """
     values = as_dict(config)
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for key in differences(Config(), config):
         if key.startswith((*LOCAL, *_unused(config))):
             continue
         value: Any = values
         for part in key.split("."):
             value = value[int(part)] if isinstance(value, list) else value.get(part)
-        found[key] = _without_folders(value)
-    return f"```json\n{json.dumps(found, indent=2)}\n```"
+        changed[key] = _without_folders(value)
+    return f"```json\n{json.dumps(changed, indent=2)}\n```"
 
 
 def _unused(config: Config) -> list[str]:

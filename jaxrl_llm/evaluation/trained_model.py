@@ -77,10 +77,12 @@ def export_checkpoint(
 
     Adapters are merged with their base, or with `adapter` written alone, in PEFT's files.
 
-    Every array goes through the first device, however many the run had. `dtype` is that of the
-    stored weights unless given. ValueError when the checkpoint has no such role, or when its files
-    describe another model or tokenizer than it was saved with. ConfigError where `output` holds a
-    run, or a model that is no export of ours.
+    Every array goes through the first device, however many the run had. By default `dtype` is the
+    dtype of the stored weights.
+
+    Raises: ValueError when the checkpoint has no such role, or when its files describe another
+        model or tokenizer than it was saved with. ConfigError where `output` holds a run, or a
+        model that jaxrl_llm did not export.
     """
     _refuse_mixture(Path(output), adapter)
     facts = run_facts(checkpoint)
@@ -133,7 +135,7 @@ def export_checkpoint(
 
 
 def base_note(checkpoint: Path, role: str, *, adapter: bool) -> str:
-    """What a user should know of an export whose base is in float8; empty for other ones."""
+    """A note on an export whose base is in float8; empty for other exports."""
     if adapters_in(checkpoint, role) is None:
         return ""
     _, model = base_of(checkpoint, role)
@@ -152,7 +154,7 @@ _WRITTEN = ("README.md", "generation_config.json", "model*.safetensors", "model*
 
 
 def _refuse_mixture(output: Path, adapter: bool) -> None:
-    """Of a folder with a model and an adapter, transformers opens the adapter alone."""
+    """transformers opens only the adapter of a folder that also holds a model."""
     other = output / ("config.json" if adapter else peft.CONFIG)
     if other.exists():
         raise ConfigError(
@@ -164,27 +166,27 @@ def _refuse_mixture(output: Path, adapter: bool) -> None:
 def _refuse_others(output: Path, config: Config | None, adapter: bool) -> None:
     """Refuse to write over a run, files of others, or what the run began with."""
     steps = (*output.glob(f"{layout.STEP_PREFIX}_*"), output, *output.parents)
-    found = ""
+    content = ""
     if any((output / name).exists() for name in (layout.CHECKPOINTS, "metrics.jsonl")):
-        found = "a run"
+        content = "a run"
     elif any(layout.step_of(folder) is not None for folder in steps):
-        found = "checkpoints"
+        content = "checkpoints"
     card = output / "README.md"
     ours = card.is_file() and CARD_MARK in card.read_text(errors="replace")
-    if not found and (output / "config.json").exists() and not ours:
-        found = "a model that is no export of jaxrl_llm"
+    if not content and (output / "config.json").exists() and not ours:
+        content = "a model that jaxrl_llm did not export"
     written = () if ours else (*_WRITTEN, *TOKENIZER_FILES)
     if adapter:
         written = () if peft.is_ours(output) else (peft.CONFIG, peft.WEIGHTS)
-    if not found and (others := sorted(x.name for name in written for x in output.glob(name))):
-        found = f"a file {others[0]} of no export of jaxrl_llm"
-    if not found and config is not None and output.exists():
+    if not content and (others := sorted(x.name for name in written for x in output.glob(name))):
+        content = f"{others[0]}, which jaxrl_llm did not write"
+    if not content and config is not None and output.exists():
         began = (config.actor.path, config.actor.lora.path, config.critic.path)
         same = [path for path in began if path and exists(path) and output.samefile(path)]
-        found = "the model that the run began with" if same else ""
-    if found:
+        content = "the model that the run began with" if same else ""
+    if content:
         raise ConfigError(
-            f"--output={output} holds {found}, which the export would overwrite; give another "
+            f"--output={output} holds {content}, which the export would overwrite; give another "
             "directory"
         )
 
@@ -209,12 +211,12 @@ def run_facts(checkpoint: Path) -> RunFacts:
     lines = read_jsonl(files, key=GLOBAL_STEP)  # the run may go on
     rows = [row for row in lines if row[GLOBAL_STEP] <= step]
     for row in rows:
-        found = {
+        metrics = {
             name: x
             for name, x in row.items()
             if name.startswith(manager.VALIDATION) and x is not None
         }
-        validation = found or validation
+        validation = metrics or validation
     return RunFacts(config=config, step=step, validation=validation, history=rows)
 
 
@@ -252,13 +254,13 @@ def _check_shapes(params: Params, abstract: Any, role: str) -> None:
         )
 
 
-def validation_report(config: Config, model: str, found: Validation) -> dict[str, Any]:
-    """What `jaxrl evaluate` writes: the metrics and what they were measured on."""
+def validation_report(config: Config, model: str, validation: Validation) -> dict[str, Any]:
+    """The file of `jaxrl evaluate`: the metrics and what they were measured on."""
     return {
         "model": model,
         "config": config.name,
-        "metrics": found.metrics,
-        "num_samples": found.num_samples,
+        "metrics": validation.metrics,
+        "num_samples": validation.num_samples,
         "samples_per_prompt": config.validation.n,
         "temperature": config.validation.temperature,
     }

@@ -100,7 +100,7 @@ def decode(
     stop_states_N = state.stop_states_N
     if sampling.stop_strings is not None and stop_states_N is not None:
         stop_states_B = sampling.stop_strings.step(stop_states_N[row_B], tokens_B)
-        ended_B |= stop_states_B == sampling.stop_strings.found
+        ended_B |= stop_states_B == sampling.stop_strings.complete
         stop_states_N = stop_states_N.at[at[0]].set(stop_states_B, mode="drop", unique_indices=True)
     routes = state.routes
     if routes is not None and routed is not None:
@@ -129,7 +129,7 @@ def decode(
 def _sample(
     model: Any, hidden_BD: jax.Array, keys_B2: jax.Array, sampling: SamplingParams
 ) -> tuple[jax.Array, jax.Array]:
-    """A token of every slot, and its log-prob; in a `strict_scope` that of `linear_logprob`."""
+    """A token of every slot, and its log-prob. A `strict_scope` gives the bits of the trainer."""
     if (strict := strict_in_scope()) is None:
         return sample(model.logits(hidden_BD), keys_B2, sampling)
     temperature = sampling.temperature or 1.0

@@ -57,8 +57,8 @@ from jaxrl_llm.models.config import ModelConfig
 FEWEST_WITHOUT_TRITON = 128
 
 
-class Answers(NamedTuple):
-    """Responses [N, S, R], their lengths [N, S] and experts, as in `GenerationOutput`."""
+class ContinuedResponses(NamedTuple):
+    """Responses [N, S, R] that were cut before, with the fields of `GenerationOutput`."""
 
     tokens: jax.Array
     lengths: jax.Array
@@ -83,12 +83,12 @@ class GenerationOutput:
     steps: jax.Array  # decode steps
     prefills: jax.Array
     slot_steps: jax.Array  # slots computed, summed over all steps
-    live_slot_steps: jax.Array  # of those, the ones that decoded a sample
-    stalled_slot_steps: jax.Array  # of those, the ones in which a sample waited for a page
-    # The experts of each token of prompt and response, int8 or int16 [N, P + R, L, K]; -1 where
-    # there is no token, or none that was read. None unless `record_routes`.
+    live_slot_steps: jax.Array  # slots that decoded a sample, summed likewise
+    stalled_slot_steps: jax.Array  # slots in which a sample waited for a page, summed likewise
+    # The experts of each token of prompt and response, int8 or int16 [N, P + R, L, K]. They are -1
+    # for padding and for tokens that no step read. None unless `record_routes`.
     routes: jax.Array | None = None
-    alone: Answers | None = None  # of the rows without a group; see `generate_on_mesh`
+    continued: ContinuedResponses | None = None  # see `generate_on_mesh`
 
 
 class Samples(NamedTuple):
@@ -125,24 +125,23 @@ def generate(
     *,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
-    alone: int = 0,
+    num_continued: int = 0,
     heads: HeadAxes | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
     `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `begun_N`
     counts the tokens of the response that a prompt ends with. A response that was cut goes on with
-    the random numbers that it would have had. The first `alone` rows are groups of one, the others
-    of `settings.group`: so responses that go on share slots with new ones. `seed_key` may have a
-    key for each row. `heads` are the mesh axes that split attention heads, where the caller left
-    some automatic (`generate_on_mesh` does).
+    the random numbers that it would have had. The first `num_continued` rows are groups of one, the
+    others of `settings.group`. So continued responses share slots with new ones. `seed_key` may
+    have a key for each row. `heads` are the mesh axes that split attention heads, where the caller
+    left some automatic (`generate_on_mesh` does).
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at
         least 1. `params` have the dtype to compute in.
     Guarantees: a sample's tokens depend only on its prompt, its entry of `sample_ids_N` and
         `seed_key`, which is fold_in(key(seed), step).
-    Raises: ValueError for shapes and settings that contradict each other.
     """
     engine = _engine(
         spec,
@@ -154,7 +153,7 @@ def generate(
         settings,
         limits_N=limits_N,
         begun_N=begun_N,
-        alone=alone,
+        num_continued=num_continued,
         heads=heads,
     )
     state = engine.empty()
@@ -189,8 +188,8 @@ def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
         )
 
 
-class Formed(NamedTuple):
-    """A model in the form in which `generate` reads it."""
+class GenerationModel(NamedTuple):
+    """A model with the weights that the decode step reads, such as merged projections."""
 
     spec: ModelSpec
     params: Any
@@ -198,40 +197,40 @@ class Formed(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class NewWeights:
-    """The weights of a `Formed` model that are no weights of the model that it was made of.
+class AddedWeights:
+    """Weights that the generation form adds to the model, such as merged projections.
 
-    A program would copy the others, if it returned them.
+    A program returns these alone, because it would copy every weight that it returns.
     """
 
     spec: ModelSpec = field(metadata={"static": True})
-    params: Any  # None where a weight is not new
+    params: Any  # None for a weight of the trained model
 
-    def model(self, given: Any) -> Formed:
-        """The model; `given` are the weights that it was made of."""
+    def model(self, trained: Any) -> GenerationModel:
+        """The model in generation form; `trained` are the weights of the role."""
 
-        def one(path: Any, new: jax.Array | None) -> jax.Array:
-            if new is not None:
-                return new
-            return functools.reduce(lambda tree, key: tree[key.key], path, given)
+        def one(path: Any, added: jax.Array | None) -> jax.Array:
+            if added is not None:
+                return added
+            return functools.reduce(lambda tree, key: tree[key.key], path, trained)
 
         params = jax.tree.map_with_path(one, self.params, is_leaf=lambda x: x is None)
-        return Formed(self.spec, params)
+        return GenerationModel(self.spec, params)
 
 
-def _new_weights(model: Formed, given: Any) -> NewWeights:
-    """Those of `model`, which was made of the weights `given`."""
-    known = {id(x) for x in jax.tree.leaves(given)}
+def _added_weights(model: GenerationModel, trained: Any) -> AddedWeights:
+    """The weights of `model` that are not among the `trained` ones."""
+    known = {id(x) for x in jax.tree.leaves(trained)}
     params = jax.tree.map(lambda x: None if id(x) in known else x, model.params)
-    return NewWeights(model.spec, params)
+    return AddedWeights(model.spec, params)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationInPieces:
-    """What `generate` does with these arguments, cut between its loops. Call it inside jit.
+    """`generate` with these arguments, cut between its loops. Call it inside jit.
 
-    `begin`, then `tail` for each of the tails, then `end`; all of them for the same weights
-    `given`. The cache may be donated from one to the next.
+    Call `begin`, then `tail` for each of the tails, then `end`, with the same `trained` weights.
+    The cache may be donated from one call to the next.
 
     Guarantees: the tokens and log-probs of `generate`.
     """
@@ -243,24 +242,29 @@ class GenerationInPieces:
     settings: GenerationSettings
     limits_N: jax.Array | None = None
 
-    def begin(self, spec: ModelSpec, params: Any, given: Any) -> tuple[NewWeights, State, Cache]:
-        """The loops of all slots; `params` are made of `given`. The state is without its cache."""
+    def begin(
+        self, spec: ModelSpec, params: Any, trained: Any
+    ) -> tuple[AddedWeights, State, Cache]:
+        """Run the loops of all slots. `params` are the `trained` weights in the rollout's dtype.
+
+        The returned state is without its cache.
+        """
         engine = self._engine(spec, params)
         with strict_scope(engine.strict):
             after = _run_main_loops(engine, engine.empty())
-        return _new_weights(engine.model, given), *_cut(after)
+        return _added_weights(engine.model, trained), *_cut(after)
 
     def tail(
         self,
         number: int,
-        given: Any,
-        kept: NewWeights,
+        trained: Any,
+        added: AddedWeights,
         state: State,
         cache: Cache,
     ) -> tuple[State, Cache]:
-        """Tail `number`, counted from 0."""
-        model = kept.model(given)
-        engine = self._engine(model.spec, model.params, formed=True)
+        """Run tail `number`, counted from 0."""
+        model = added.model(trained)
+        engine = self._engine(model.spec, model.params, in_generation_form=True)
         with strict_scope(engine.strict):
             return _cut(_run_tail(engine, state._replace(cache=cache), number))
 
@@ -270,7 +274,9 @@ class GenerationInPieces:
         group_N = jnp.arange(self.lengths_N.shape[0]) // settings.group
         return _output(state, settings.sampling, settings.pad_id, self.lengths_N, group_N)
 
-    def _engine(self, spec: ModelSpec, params: Any, *, formed: bool = False) -> "_Engine":
+    def _engine(
+        self, spec: ModelSpec, params: Any, *, in_generation_form: bool = False
+    ) -> "_Engine":
         return _engine(
             spec,
             params,
@@ -280,7 +286,7 @@ class GenerationInPieces:
             self.seed_key,
             self.settings,
             limits_N=self.limits_N,
-            formed=formed,
+            in_generation_form=in_generation_form,
         )
 
 
@@ -300,7 +306,7 @@ class _Engine(NamedTuple):
     queue: Queue
     sizes: EngineSizes
     strict: Strict | None
-    model: Formed
+    model: GenerationModel
 
 
 def _engine(
@@ -314,11 +320,14 @@ def _engine(
     *,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
-    alone: int = 0,
+    num_continued: int = 0,
     heads: HeadAxes | None = None,
-    formed: bool = False,
+    in_generation_form: bool = False,
 ) -> _Engine:
-    """What `generate` runs, for its arguments. `formed`: the model is a `Formed` one already."""
+    """The engine of `generate` for its arguments.
+
+    `in_generation_form` says that `params` are the weights of a `GenerationModel`.
+    """
     prompts_NP, prompt_lengths_N, sample_ids_N = (
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
@@ -328,9 +337,8 @@ def _engine(
     sizes = engine_sizes(
         settings,
         prompts_NP,
-        prompt_lengths_N,
         prefill_implementation(settings.attention, dtype, spec.config),
-        alone,
+        num_continued,
     )
     align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8
@@ -343,8 +351,6 @@ def _engine(
     )
     if limits_N is None:
         limits_N = jnp.full((num_samples,), max_new_tokens, jnp.int32)
-    if limits_N.shape != (num_samples,):
-        raise ValueError(f"{num_samples} prompts but limits of shape {limits_N.shape}.")
     queue = make_queue(
         prompts_NP,
         prompt_lengths_N,
@@ -353,7 +359,7 @@ def _engine(
         begun_N,
         max_new_tokens=max_new_tokens,
         group=sizes.group,
-        alone=alone,
+        num_continued=num_continued,
         prefill=sizes.prefill,
         align=align,
         strings=settings.sampling.stop_strings,
@@ -361,7 +367,7 @@ def _engine(
     # The strict matmul gives an output the same bits in any kernel; XLA's chunks do not.
     in_chunks = settings.strict is not None and not settings.strict.kernels
     split = heads is not None or in_chunks
-    if not formed:
+    if not in_generation_form:
         # A role's weights were cast: its spec has the dtype in which they are stored.
         spec, params = _generation_form(spec.of_dtype(dtype), params, settings, split=split)
     how = {"attention": settings.attention, "heads": heads}
@@ -387,7 +393,7 @@ def _engine(
         queue=queue,
         sizes=sizes,
         strict=settings.strict,
-        model=Formed(spec, params),
+        model=GenerationModel(spec, params),
     )
 
 
@@ -404,7 +410,7 @@ def generate_on_mesh(
     stored: Layout | None = None,
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
-    alone: Samples | None = None,
+    continued: Samples | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -414,18 +420,12 @@ def generate_on_mesh(
     axes of the heads. If two replicas share a group, both compute its prompt. Call it inside
     jit.
 
-    `alone` are continued responses: [N, S, ...] arrays, S of them for each prompt. They take
-    slots first. The field `alone` of the result has them. The counters include both kinds.
+    `continued` are responses that were cut: [N, S, ...] arrays, S of them for each prompt. They
+    take slots first. The field `continued` of the result has them. The counters include both kinds.
 
     Requires: the replicas divide the number of prompts.
     """
     replicas, num_samples = layout.num_replicas, prompts_NP.shape[0]
-    if num_samples % replicas:
-        axes = " * ".join(axis for axis in layout.axes("batch") if layout.mesh.shape[axis] > 1)
-        raise ValueError(
-            f"{num_samples} prompts do not divide over {replicas} replicas ({axes}); pad to "
-            f"{-(-num_samples // replicas) * replicas} rows, the added ones of prompt length 0."
-        )
     # With whole heads there is nothing to split, so all axes are manual.
     group = layout.axes("mlp")
     split = layout.size("mlp") > 1
@@ -440,11 +440,11 @@ def generate_on_mesh(
 
     # The partitioner cannot split a grouped matmul: layers of experts split it themselves.
     mixed = split and spec.config.mixture is not None
-    of_experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
+    experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
 
-    def one_replica(params: Any, own: Samples, alone: Samples | None) -> GenerationOutput:
-        every, number = _joined(alone, own)
-        with of_experts.for_layers() if of_experts else nullcontext():
+    def one_replica(params: Any, new: Samples, continued: Samples | None) -> GenerationOutput:
+        every, number = _joined(continued, new)
+        with experts.for_layers() if experts else nullcontext():
             output = generate(
                 spec,
                 params,
@@ -455,51 +455,53 @@ def generate_on_mesh(
                 settings,
                 limits_N=every.limits,
                 begun_N=every.begun,
-                alone=number,
+                num_continued=number,
                 heads=_head_axes(spec.config, group, layout) if split else None,
             )
         output = jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
-        return _parted(output, alone)
+        return _parted(output, continued)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
-    own = Samples(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
+    new = Samples(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
     each: Any = rows
-    of_own = jax.tree.map(lambda _: each, own)._replace(seed_keys=whole)
+    new_specs = jax.tree.map(lambda _: each, new)._replace(seed_keys=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
     manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(
         one_replica,
         mesh=layout.mesh,
-        in_specs=(whole, of_own, rows),
+        in_specs=(whole, new_specs, rows),
         out_specs=rows,
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types would not agree
-    )(params, own, alone)
+    )(params, new, continued)
 
 
-def _joined(alone: Samples | None, own: Samples) -> tuple[Samples, int]:
-    """All rows of a replica, those `alone` first, and the number of these."""
-    if alone is None:
-        return own, 0
-    before = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), alone)
+def _joined(continued: Samples | None, new: Samples) -> tuple[Samples, int]:
+    """All rows of a replica, the continued ones first, and the number of these."""
+    if continued is None:
+        return new, 0
+    before = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), continued)
     number, width = before.prompts.shape
-    keys = jnp.broadcast_to(own.seed_keys, own.lengths.shape)
-    begun = jnp.zeros_like(own.lengths) if own.begun is None else own.begun
-    prompts = jnp.pad(own.prompts, ((0, 0), (0, width - own.prompts.shape[1])))
-    after = own._replace(prompts=prompts, seed_keys=keys, begun=begun)
+    keys = jnp.broadcast_to(new.seed_keys, new.lengths.shape)
+    begun = jnp.zeros_like(new.lengths) if new.begun is None else new.begun
+    prompts = jnp.pad(new.prompts, ((0, 0), (0, width - new.prompts.shape[1])))
+    after = new._replace(prompts=prompts, seed_keys=keys, begun=begun)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), before, after), number
 
 
-def _parted(output: GenerationOutput, alone: Samples | None) -> GenerationOutput:
-    """The responses with those of the rows `alone` in a field of their own, in their shape."""
-    if alone is None:
+def _parted(output: GenerationOutput, continued: Samples | None) -> GenerationOutput:
+    """The output with the continued responses in a field of their own, in their shape."""
+    if continued is None:
         return output
-    shape = alone.lengths.shape
+    shape = continued.lengths.shape
     number = shape[0] * shape[1]
-    every = Answers(output.tokens, output.lengths, output.mask, output.logprobs, output.routes)
+    every = ContinuedResponses(
+        output.tokens, output.lengths, output.mask, output.logprobs, output.routes
+    )
     before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
     after = jax.tree.map(lambda x: x[number:], every)._asdict()
-    return replace(output, **after, finished=output.finished[number:], alone=before)
+    return replace(output, **after, finished=output.finished[number:], continued=before)
 
 
 def _head_axes(config: ModelConfig, group: tuple[str, ...], layout: Layout) -> HeadAxes:
@@ -533,7 +535,7 @@ def _run_loops(engine: _Engine, state: State) -> State:
 
 
 def _run_main_loops(engine: _Engine, state: State) -> State:
-    """Prefills, and decode steps in all slots until the first tail holds those that are live."""
+    """Prefills, and decode steps in all slots until the first tail can hold the live ones."""
     prefill, decode, fill_slots, queue = (
         engine.prefill,
         engine.decode,
@@ -564,7 +566,7 @@ def _run_main_loops(engine: _Engine, state: State) -> State:
 
 
 def _run_tail(engine: _Engine, state: State, number: int) -> State:
-    """Decode steps in the slots of a tail, until the next one holds those that are live."""
+    """Decode steps in the slots of a tail, until the next tail can hold the live ones."""
     num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
     few = compact(state, num_slots)
     with jax.named_scope(TAIL_STEPS):
@@ -589,7 +591,7 @@ def _output(
     last_N = jnp.take_along_axis(state.tokens_NR, last_N1, axis=1)[:, 0]
     finished_N = (lengths_N > 0) & sampling.is_stop(last_N)
     if sampling.stop_strings is not None:
-        finished_N |= state.stop_states_N == sampling.stop_strings.found
+        finished_N |= state.stop_states_N == sampling.stop_strings.complete
     return GenerationOutput(
         tokens=jnp.where(written_NR, state.tokens_NR, pad_id),
         lengths=lengths_N,

@@ -101,7 +101,7 @@ Cache = tuple[LayerCache | StateCache, ...]  # one a layer
 
 
 def keys_and_values(cache: Cache) -> LayerCache:
-    """The cache of the first layer that has keys and values; those of all layers are alike."""
+    """The cache of the first layer that has keys and values. All these layers have equal shapes."""
     return next(layer for layer in cache if isinstance(layer, LayerCache))
 
 
@@ -124,8 +124,8 @@ def of_slots(
     return tuple(map(one, cache))
 
 
-def in_place_of(cache: Cache, of_few: Cache) -> Cache:
-    """The cache `of_few` slots in the shapes of `cache`, so that its memory can be donated.
+def in_place_of(cache: Cache, few_slots: Cache) -> Cache:
+    """The cache of `few_slots` in the shapes of `cache`, so that its memory can be donated.
 
     States of the few come first. No scatter: the partitioner would not keep it to one replica.
     """
@@ -138,11 +138,11 @@ def in_place_of(cache: Cache, of_few: Cache) -> Cache:
             return few
         return layer._replace(own=jax.tree.map(update, layer.own, few.own))
 
-    return tuple(map(one, cache, of_few))
+    return tuple(map(one, cache, few_slots))
 
 
 def _own_kv_heads(heads: HeadAxes, num_kv_heads: int) -> bool:
-    """Whether each device has the KV heads of its own query heads, and no others."""
+    """True if each device has exactly the KV heads of its own query heads."""
     return heads.kv == heads.query or heads.num_kv() == num_kv_heads
 
 
@@ -182,7 +182,7 @@ def decode_context(
     slots_per_prompt: int,
     heads: HeadAxes | None,
 ) -> Context:
-    """What all layers of a step share, computed once. `cache` is the cache of any layer."""
+    """The part of a decode step that all layers share. `cache` is the cache of any layer."""
     num_heads, (num_kv_heads, head_dim) = config.num_heads, config.cache_heads
     if heads is not None and _own_kv_heads(heads, num_kv_heads):
         num_heads, num_kv_heads = num_heads // heads.num_query(), num_kv_heads // heads.num_kv()
@@ -298,8 +298,8 @@ def prefill_recur(
 ) -> Recur:
     """The gated delta rule over rows of prompts that also writes their states into the cache.
 
-    `chunking` is that of the rows, whose runs are prompts. The state after the token `last_AS` of a
-    row goes to row `rows_AS` of the cache.
+    `chunking` is the chunking of the rows, whose runs are prompts. The state after the token
+    `last_AS` of a row goes to row `rows_AS` of the cache.
 
     Requires: what is not written has distinct rows out of range.
     """
@@ -374,9 +374,9 @@ def _attention_by_heads(
         return local(q_ALNH, k_ALKH, v_ALKH, prompts_AL, sinks_N)
     num_heads, num_kv_heads = q_ALNH.shape[2], k_ALKH.shape[2]
     by_heads, by_kv_heads = (PartitionSpec(None, None, axes) for axes in heads)
-    of_sinks = PartitionSpec(heads.query)
+    sinks_spec = PartitionSpec(heads.query)
     if num_heads % heads.num_query():
-        by_heads = by_kv_heads = of_sinks = PartitionSpec()  # every device computes all heads
+        by_heads = by_kv_heads = sinks_spec = PartitionSpec()  # every device computes all heads
     elif not _own_kv_heads(heads, num_kv_heads):
         # The devices do not divide the KV heads, so each device holds all of them. Every query head
         # gets its own copy.
@@ -384,7 +384,7 @@ def _attention_by_heads(
         k_ALKH, v_ALKH = (jnp.repeat(x, repeats, axis=2) for x in (k_ALKH, v_ALKH))
     return jax.shard_map(
         local,
-        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec(), of_sinks),
+        in_specs=(by_heads, by_kv_heads, by_kv_heads, PartitionSpec(), sinks_spec),
         out_specs=by_heads,
         axis_names=set(heads.query),
         check_vma=False,
@@ -466,7 +466,7 @@ def _decode_by_heads(
 ) -> tuple[jax.Array, jax.Array]:
     """Decode attention and the new pages; each device of `heads` has its own KV heads.
 
-    `queries_BXH` is that of `DecodeInputs`; without `heads` only.
+    `queries_BXH` is the field of `DecodeInputs`; it requires `heads` None.
     """
     chosen: DecodeImplementation = "auto"
     if implementation == "pallas" or implementation == "xla":

@@ -31,7 +31,7 @@ class PageSizes:
 
 
 class PageTable(NamedTuple):
-    """Which page belongs to whom."""
+    """The owner of each page."""
 
     pages_BT: jax.Array  # each slot's pages, in order
     owner_O: jax.Array  # the sample that took a page last; N if none did
@@ -76,7 +76,7 @@ def empty_table(sizes: PageSizes, num_slots: int, num_samples: int) -> PageTable
 
 
 def num_admissible(table: PageTable, sizes: PageSizes, live_B: jax.Array) -> jax.Array:
-    """How many samples may start now; at least one when no slot is live."""
+    """The number of samples that may start now; at least one when no slot is live."""
     if not sizes.held_back:
         return jnp.int32(live_B.shape[0])
     left = table.num_free - sizes.held_back - sizes.watermark

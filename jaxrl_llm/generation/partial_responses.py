@@ -16,15 +16,15 @@ import jax.numpy as jnp
 
 from jaxrl_llm.generation.sampler import SamplingParams
 
-NO_VERSION = -1  # of what is no token
+NO_VERSION = -1  # the version of a token that no policy sampled
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseParts:
-    """How long the parts of a response are. Versions and steps may be traced."""
+    """Lengths of the parts of a response. Versions and steps may be traced."""
 
     max_staleness: int  # 1 or more
-    tokens: int  # of a part, 1 or more
+    tokens: int  # most tokens of a part, 1 or more
 
     def first_version(self, step: jax.Array) -> jax.Array:
         """The policy that begins the responses of `step`."""
@@ -41,8 +41,8 @@ class Responses(NamedTuple):
     tokens_NR: jax.Array
     lengths_N: jax.Array  # int32
     mask_NR: jax.Array  # 1 for a sampled token
-    logprobs_NR: jax.Array  # of the policy that sampled the token
-    versions_NR: jax.Array  # int32, that policy's; NO_VERSION outside of the mask
+    logprobs_NR: jax.Array  # under the policy that sampled the token
+    versions_NR: jax.Array  # int32, version of this policy; NO_VERSION outside of the mask
 
     def last_N(self, x_NR: jax.Array) -> jax.Array:
         """The entry of each response's last token; of an empty one the first."""
@@ -58,7 +58,7 @@ def versions_of(mask_NR: jax.Array, version: jax.Array | int) -> jax.Array:
 def are_unfinished(
     responses: Responses, prompt_lengths_N: jax.Array, sampling: SamplingParams
 ) -> jax.Array:
-    """Which responses were cut before their end: bool [N]. Rows without a prompt have none."""
+    """True for each response that was cut before its end, bool [N]; False without a prompt."""
     cut_N = responses.lengths_N < responses.tokens_NR.shape[1]
     stopped_N = sampling.have_ended(responses.tokens_NR, responses.lengths_N)
     return cut_N & ~stopped_N & (prompt_lengths_N > 0)
@@ -101,7 +101,7 @@ def append(responses: Responses, new: Responses) -> Responses:
 
 
 def routes_in_place(
-    found_NSLK: jax.Array,
+    part_NSLK: jax.Array,
     prompt_lengths_N: jax.Array,
     begun_N: jax.Array,
     *,
@@ -110,19 +110,19 @@ def routes_in_place(
 ) -> jax.Array:
     """The experts of each sample's prompt and response, [N, P + R, L, K], P being `prompt`.
 
-    `found_NSLK` is the engine's record of a part. Its prompts end with the first `begun_N` tokens
+    `part_NSLK` is the engine's record of a part. Its prompts end with the first `begun_N` tokens
     of the response, and its new tokens are the last `response` places.
     """
     place_T, lengths_N1, begun_N1 = (
         jnp.arange(prompt + response), prompt_lengths_N[:, None], begun_N[:, None]
     )  # fmt: skip
     column_T = place_T - prompt
-    new_N = found_NSLK.shape[1] - response + column_T - begun_N1
+    new_N = part_NSLK.shape[1] - response + column_T - begun_N1
     of_response_NT = jnp.where(column_T < begun_N1, lengths_N1 + column_T, new_N)
     from_NT = jnp.where(column_T < 0, place_T, of_response_NT)
     none_NT = (column_T < 0) & (place_T >= lengths_N1)
-    found = jnp.take_along_axis(found_NSLK, from_NT[..., None, None], axis=1)
-    return jnp.where(none_NT[..., None, None], -1, found)
+    routes = jnp.take_along_axis(part_NSLK, from_NT[..., None, None], axis=1)
+    return jnp.where(none_NT[..., None, None], -1, routes)
 
 
 def join_routes(before: jax.Array, after: jax.Array) -> jax.Array:

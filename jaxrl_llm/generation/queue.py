@@ -21,7 +21,7 @@ class Queue(NamedTuple):
     sample_ids_N: jax.Array
     limits_N: jax.Array
     begun_N: jax.Array | None  # tokens of the response that end the prompt; None is 0 for all
-    stop_states_N: jax.Array | None  # of the stop strings before the first new token
+    stop_states_N: jax.Array | None  # states of the stop strings before the first new token
     order_G: jax.Array
     num_groups: jax.Array
     first_G: jax.Array  # the first row of each group
@@ -45,18 +45,19 @@ def make_queue(
     *,
     max_new_tokens: int,
     group: int,
-    alone: int = 0,
+    num_continued: int = 0,
     prefill: RowSizes,
     align: int = 1,
     strings: StopStrings | None = None,
 ) -> Queue:
     """Queue the groups whose prompt is not empty, in the order of their rows.
 
-    The first `alone` rows are groups of one, the others of `group`. In a prefill a prompt begins at
-    a multiple of `align` tokens.
+    The first `num_continued` rows are groups of one, the others of `group`. In a prefill a prompt
+    begins at a multiple of `align` tokens.
     """
     num_rows = lengths_N.shape[0]
-    sizes_G = np.array([1] * alone + [group] * ((num_rows - alone) // group), np.int32)
+    num_groups = (num_rows - num_continued) // group
+    sizes_G = np.array([1] * num_continued + [group] * num_groups, np.int32)
     first_G = jnp.asarray(np.cumsum(sizes_G, dtype=np.int32) - sizes_G)
     has_prompt_G = lengths_N[first_G] > 0
     order_G = jnp.nonzero(has_prompt_G, size=has_prompt_G.size, fill_value=0)[0]
@@ -77,7 +78,7 @@ def make_queue(
         first_G=first_G,
         group_N=jnp.asarray(np.repeat(np.arange(len(sizes_G), dtype=np.int32), sizes_G)),
         rows_N=rows_N.astype(jnp.int32),
-        group=None if alone else group,
+        group=None if num_continued else group,
         ends_G1=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(taken_G, dtype=jnp.int32)]),
         packed=pack_prompts(lengths_G, num_groups, prefill, align),
     )

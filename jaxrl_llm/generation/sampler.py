@@ -23,7 +23,7 @@ from jaxrl_llm.numerics import mix32
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How responses are sampled. Filters apply in the order top-k, top-p, min-p.
+    """Settings of sampling. Filters apply in the order top-k, top-p, min-p.
 
     Each filter works on the softmax at `temperature` and keeps all tokens that tie with the last
     one kept. As in transformers, top-p uses the probabilities of the tokens that top-k kept.
@@ -39,23 +39,6 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # each of them ends a response, as its last token
     stop_strings: StopStrings | None = None  # the token that completes one ends a response
 
-    def __post_init__(self) -> None:
-        checks = (
-            (self.max_new_tokens >= 1, "max_new_tokens must be 1 or more", self.max_new_tokens),
-            (self.temperature >= 0, "temperature must be 0 (greedy) or more", self.temperature),
-            (self.top_k >= 0, "top_k must be 0 (off) or more", self.top_k),
-            (0 < self.top_p <= 1, "top_p must lie in (0, 1]; 1 is off", self.top_p),
-            (0 <= self.min_p <= 1, "min_p must lie in [0, 1]; 0 is off", self.min_p),
-            (
-                all(token >= 0 for token in self.stop_token_ids),
-                "stop_token_ids must be token ids, 0 or more",
-                self.stop_token_ids,
-            ),
-        )
-        for fine, rule, value in checks:
-            if not fine:
-                raise ValueError(f"{rule}; got {value}.")
-
     @property
     def greedy(self) -> bool:
         """True if the most likely token is always taken. The filters then have no effect."""
@@ -63,21 +46,23 @@ class SamplingParams:
 
     @property
     def stops(self) -> Stops:
-        """What ends a response."""
+        """The ends of a response."""
         return Stops(self.stop_token_ids, self.stop_strings)
 
     def have_ended(self, tokens_NR: jax.Array, lengths_N: jax.Array) -> jax.Array:
-        """Which responses have their end: bool [N]. Each is padded on the right."""
+        """True for each response that is complete, bool [N]. Responses are padded on the right."""
         last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
         last_N = jnp.take_along_axis(tokens_NR, last_N1, axis=1)[:, 0]
         ended_N = (lengths_N > 0) & self.is_stop(last_N)
         if self.stop_strings is None:
             return ended_N
         written_NR = jnp.arange(tokens_NR.shape[1]) < lengths_N[:, None]
-        return ended_N | (self.stop_strings.read(tokens_NR, written_NR) == self.stop_strings.found)
+        return ended_N | (
+            self.stop_strings.read(tokens_NR, written_NR) == self.stop_strings.complete
+        )
 
     def is_stop(self, tokens: jax.Array) -> jax.Array:
-        """Whether each token ends its response; bool, the shape of `tokens`."""
+        """True for each token that ends its response; bool, the shape of `tokens`."""
         if not self.stop_token_ids:
             # Not an empty array: in a shard_map it becomes an unused argument, on which Shardy of
             # jax 0.11.2 crashes.
@@ -92,20 +77,15 @@ def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.
     `seed_key` is fold_in(key(seed), step), one for all rows or [B]. `token_index_B` counts the
     response's tokens from 0.
 
-    Raises: ValueError unless the keys are threefry keys, one or one a row.
+    Requires: threefry keys. Other generators do not promise the same bits under vmap.
     """
-    if jax.random.key_data(seed_key).shape not in ((2,), (*sample_ids_B.shape, 2)):
-        raise ValueError(
-            "seed_key must be one threefry key: jax.random.key(seed, impl='threefry2x32'). Other "
-            "generators do not promise the same bits under vmap."
-        )
 
     def one(key: jax.Array, sample_id: jax.Array, token_index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(key, sample_id), token_index)
         return jax.random.key_data(key)
 
-    of_rows = 0 if seed_key.ndim else None
-    return jax.vmap(one, in_axes=(of_rows, 0, 0))(seed_key, sample_ids_B, token_index_B)
+    key_axis = 0 if seed_key.ndim else None
+    return jax.vmap(one, in_axes=(key_axis, 0, 0))(seed_key, sample_ids_B, token_index_B)
 
 
 def sample(
@@ -116,7 +96,7 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Sample one token a row; returns (tokens int32 [B], log-probs float32 [B]).
 
-    Log-probs are those of the full softmax at the sampling temperature (1 when greedy). `keys_B2`
+    Log-probs are of the full softmax at the sampling temperature (1 when greedy). `keys_B2`
     comes from `token_keys`; greedy sampling does not read it. `sums_BM` are `sums_of_columns` of
     the logits over the temperature, where the caller has them.
     """

@@ -38,7 +38,3 @@ class GenerationSettings:
     tokens_a_page: int = 0  # 0 is the block size of the decode kernel
     record_routes: bool = False  # the experts of every token, for the trainer to take the same
     strict: Strict | None = None  # log-probs with the bits of a strict forward pass
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 0:
-            raise ValueError(f"num_slots={self.num_slots} must be 0 (automatic) or more.")

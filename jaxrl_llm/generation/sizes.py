@@ -31,27 +31,14 @@ class EngineSizes:
 def engine_sizes(
     settings: GenerationSettings,
     prompts_NP: jax.Array,
-    lengths_N: jax.Array,
     prefill_attention: Implementation,
-    alone: int = 0,
+    num_continued: int = 0,
 ) -> EngineSizes:
-    """Sizes for these prompts, the first `alone` without a group.
-
-    Raises: ValueError for shapes and settings that contradict each other.
-    """
+    """Sizes for these prompts. The first `num_continued` have no group."""
     num_samples, width = prompts_NP.shape
     group, prefill = settings.group, settings.prefill
-    if lengths_N.shape != (num_samples,):
-        raise ValueError(f"{num_samples} prompts but prompt lengths of shape {lengths_N.shape}.")
-    if width == 0 and num_samples > 0:
-        raise ValueError("prompts have a width of 0 tokens; pad them to 1 or more.")
-    if prefill is not None and (prefill.tokens < width or min(prefill.rows, prefill.prompts) < 1):
-        raise ValueError(f"{prefill} holds no prompt of {width} tokens.")
-    if group < 1 or (num_samples - alone) % group:
-        raise ValueError(
-            f"{num_samples - alone} prompts are not groups of {group}: give a divisor."
-        )
-    num_groups = alone + (num_samples - alone) // group
+    assert (num_samples - num_continued) % group == 0, (num_samples, num_continued, group)
+    num_groups = num_continued + (num_samples - num_continued) // group
     slots = slots_of(settings, num_samples)
     if settings.strict is not None:
         width = -(-width // settings.strict.align) * settings.strict.align
@@ -64,8 +51,6 @@ def engine_sizes(
         attention=prefill_attention,
     )
     tails = tails_of(settings, num_samples)
-    if any(a <= b for a, b in zip((slots, *tails), (*tails, 0), strict=True)):
-        raise ValueError(f"tail_slots={tails} must fall, from less than {slots} slots.")
     # Live slots read at most `slots` prompts, so rows are free whenever a prefill is due.
     most = prefill.rows * prefill.prompts
     return EngineSizes(

@@ -25,7 +25,7 @@ class Slots(NamedTuple):
 
     @property
     def num_live(self) -> jax.Array:
-        """How many slots hold a sample that has not ended."""
+        """The number of slots that hold a sample that has not ended."""
         return jnp.sum(self.live_B, dtype=jnp.int32)
 
 
@@ -33,7 +33,7 @@ class Routes(NamedTuple):
     """The experts of every computed token, [..., L, K] of small integers; -1 where none is."""
 
     prompts_GP: jax.Array
-    # Of the token that a decode step reads: the prompt's last one, then those of the response.
+    # The experts of the token that a decode step reads: the prompt's last one, then the response.
     read_NR: jax.Array
 
     def of_samples(self, lengths_N: jax.Array, group_N: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ class State(NamedTuple):
     head: jax.Array  # samples of the queue's order that a slot has taken
     tokens_NR: jax.Array  # -1 where nothing was written
     logprobs_NR: jax.Array
-    stop_states_N: jax.Array | None  # of the stop strings after each sample's text; None: no string
+    stop_states_N: jax.Array | None  # states of the stop strings after each text; None: no string
     steps: jax.Array
     prefills: jax.Array
     slot_steps: jax.Array

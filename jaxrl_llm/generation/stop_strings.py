@@ -21,14 +21,14 @@ from jaxrl_llm.tokenizer import Tokenizer
 
 BYTES = 256
 START = 0  # the state before the first token
-REPLACEMENT = "\ufffd"  # stands for bytes that are no text
+REPLACEMENT = "\ufffd"  # stands for bytes that are not text
 
 
 @dataclass(frozen=True, eq=False)
 class StopStrings:
     """The automaton of some strings over the tokens of a tokenizer. Equal ones compare equal.
 
-    `found` is the last state. It is entered with the token that completes a string, and kept.
+    `complete` is the last state. It is entered with the token that completes a string, and kept.
     """
 
     strings: tuple[str, ...]
@@ -46,7 +46,7 @@ class StopStrings:
         return f"StopStrings({self.strings!r})"
 
     @property
-    def found(self) -> int:
+    def complete(self) -> int:
         """The state once a string is complete."""
         return len(self.next_SC) - 1
 
@@ -66,24 +66,24 @@ class StopStrings:
         return lax.scan(one, start_N, (tokens_NR.T, mask_NR.T))[0]
 
     def are_in(self, tokens_NR: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
-        """Which responses contain a stop string, on the host; bool [N]."""
+        """True for each response that contains a stop string, on the host; bool [N]."""
         states_N = np.full(len(tokens_NR), START)
         known_NR = np.minimum(tokens_NR, len(self.class_of_V) - 1)
         for place in range(int(lengths_N.max(initial=0))):
             after_N = self.next_SC[states_N, self.class_of_V[known_NR[:, place]]]
             states_N = np.where(place < lengths_N, after_N, states_N)
-        return states_N == self.found
+        return states_N == self.complete
 
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a response: its last token, or a string in its text."""
+    """The ends of a response: ids of its last token, or a string in its text."""
 
     token_ids: tuple[int, ...]
     strings: StopStrings | None = None
 
     def are_in(self, tokens_NR: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
-        """Which responses are complete, on the host; bool [N]. Each is padded on the right."""
+        """True for each complete response, on the host; bool [N]. They are padded on the right."""
         rows_N = np.arange(len(tokens_NR))
         last_N = tokens_NR[rows_N, np.maximum(lengths_N - 1, 0)]
         ended_N = (lengths_N > 0) & np.isin(last_N, self.token_ids)
@@ -125,7 +125,7 @@ def stop_strings(strings: tuple[str, ...], tokenizer: Tokenizer) -> StopStrings 
 def _check(text: str, tokenizer: Tokenizer, token_bytes: Sequence[bytes]) -> None:
     """Refuse a string that cannot be in a response."""
     if not text or REPLACEMENT in text:
-        raise ValueError(f"the stop string {text!r} is no text: remove it")
+        raise ValueError(f"the stop string {text!r} is not text: remove it")
     try:
         ids = tokenizer.encode(text)
     except ValueError as error:
@@ -139,25 +139,25 @@ def _check(text: str, tokenizer: Tokenizer, token_bytes: Sequence[bytes]) -> Non
 
 
 def _bytes_table(strings: Sequence[bytes]) -> np.ndarray:
-    """The state after each byte, [S, 256]; the last state is that of a complete string."""
+    """The state after each byte, [S, 256]; in the last state a string is complete."""
     prefixes = sorted({text[:n] for text in strings for n in range(len(text))}, key=len)
     states = {prefix: number for number, prefix in enumerate(prefixes)}
-    found = len(states)
-    table = np.zeros((found + 1, BYTES), np.int16)
+    complete = len(states)
+    table = np.zeros((complete + 1, BYTES), np.int16)
     for prefix, state in states.items():
         for byte in range(BYTES):
             read = prefix + bytes([byte])
             ends = (read[begin:] for begin in range(len(read)))
             if read.endswith(tuple(strings)):
-                table[state, byte] = found
+                table[state, byte] = complete
             else:
                 table[state, byte] = next((states[end] for end in ends if end in states), START)
-    table[found] = found
+    table[complete] = complete
     return table
 
 
 def _tokens_table(after_byte: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
-    """The state after each token, [V + 1, S]. The last row is that of a token without text."""
+    """The state after each token, [V + 1, S]. The last row is for a token without text."""
     texts = [*token_bytes, b""]
     table = np.tile(np.arange(len(after_byte), dtype=np.int16), (len(texts), 1))
     lengths = np.array([len(text) for text in texts])

@@ -37,7 +37,7 @@ def default_tails(num_slots: int, max_new_tokens: int) -> tuple[int, ...]:
 def compact(state: State, num_slots: int) -> State:
     """Keep `num_slots` slots, the live ones first. Pages stay where they are in the cache.
 
-    The states of a gated delta rule are those of these slots alone.
+    Of a gated delta rule only the states of these slots stay.
 
     Requires: at most `num_slots` slots are live.
     """

@@ -19,11 +19,11 @@ from jaxrl_llm.learner.offline_losses import RecordLoss
 
 @dataclass(frozen=True, kw_only=True)
 class DataGroups:
-    """How the groups of a mesh compute."""
+    """The groups of a mesh, and their forward pass."""
 
     mesh: Mesh
     axes: tuple[str, ...]  # the parts of `data`
-    settings: ForwardSettings  # of a group's forward pass
+    settings: ForwardSettings  # the forward pass of one group
     shard: Shard = lambda tree: tree  # spreads rows over the devices of a group
 
     def loss(

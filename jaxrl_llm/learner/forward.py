@@ -44,16 +44,16 @@ LARGEST_PART, MEAN_PART = "attention pairs of the largest part", "attention pair
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardSettings:
-    """How a role's forward pass is computed, whatever its loss."""
+    """Settings of a role's forward pass, whatever its loss."""
 
     dtype: str = "float32"
     attention: Implementation = "auto"
     remat: Remat = "none"
     scan_layers: bool = False
-    residual_dtype: str = "float32"  # of the residual stream; the sampler's is float32
+    residual_dtype: str = "float32"  # dtype of the residual stream; the sampler has float32
     gather: Callable[[Params], Params] = lambda params: params  # storage layout -> layout of use
-    layout: Layout | None = None  # of several devices; kernels need it, XLA's operations do not
-    pipeline: Pipeline | None = None  # of several stages of layers
+    layout: Layout | None = None  # None on one device; kernels need it, XLA's operations do not
+    pipeline: Pipeline | None = None  # None with one stage of layers
     strict: Strict | None = None  # results with the bits of a strict generation
 
     @property
@@ -68,7 +68,7 @@ class ForwardSettings:
 
     @property
     def cast_ahead(self) -> CastAhead | None:
-        """How weights are cast once an optimizer step; None: in each micro-batch.
+        """The cast of weights once an optimizer step; None: in each micro-batch.
 
         The copies live as long as the step. With rematerialisation memory is short, and its peak
         is late in the backward pass: at 7B the copies would take 9 GiB of a device, otherwise 4.
@@ -83,10 +83,10 @@ class ForwardSettings:
 class Statistics:
     """Statistics of the policy at each response token; None where one was not requested."""
 
-    logprobs: Float[Array, "B R"]  # of the token itself
+    logprobs: Float[Array, "B R"]  # log-prob of the token itself
     entropy: Float[Array, "B R"] | None  # nats
-    sum_squares: Float[Array, "B R"] | None  # of the probabilities of all tokens
-    at_candidates: Float[Array, "B R K"] | None  # log-probs of given tokens
+    sum_squares: Float[Array, "B R"] | None  # squared probabilities, summed over the vocabulary
+    at_candidates: Float[Array, "B R K"] | None  # log-probs of the candidates
     # The likeliest tokens, best first, and their log-probs; without a gradient.
     top: tuple[Int[Array, "B R K"], Float[Array, "B R K"]] | None
     routed: Routed | None = None  # what the routers of a mixture of experts did in these rows
@@ -97,7 +97,7 @@ def hidden_states(
 ) -> Array:
     """Final hidden states [B, T, D] of a bound model. Attention is causal, or as `rows` say.
 
-    Those of `rows` are in the order of their tokens, see `Rows.spread`.
+    With `rows`, they are in the order of its tokens; see `Rows.spread`.
     """
     return routed_states(model, tokens, settings, rows)[0]
 
@@ -116,8 +116,8 @@ def routed_states(
 
     delta = model.decoder.config.delta
 
-    def attend_in(of_rows: tuple[Ranges | None, Runs | None], layout: Layout | None) -> Attend:
-        (ranges, runs), split = of_rows, None
+    def attend_in(bounds: tuple[Ranges | None, Runs | None], layout: Layout | None) -> Attend:
+        (ranges, runs), split = bounds, None
         if layout is not None:
             rows_axes, tokens_axes, heads = map(layout.axes, ("batch", "tokens", "q_heads"))
             split = MeshSplit(rows=rows_axes, tokens=tokens_axes, heads=heads)
@@ -159,7 +159,7 @@ def routed_states(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     positions = positions if rows is None else rows.positions
     ranges = None if rows is None else rows.ranges
-    of_rows = (ranges, None if delta is None else _runs(tokens, rows, layout))
+    bounds = (ranges, None if delta is None else _runs(tokens, rows, layout))
     routing = None
     if rows is not None and model.decoder.config.mixture is not None:
         routing = Routing(real_BT=rows.real, chosen_BTLK=rows.routes)
@@ -170,18 +170,18 @@ def routed_states(
             layout=layout,
             config=model.decoder.config,
             attend_in=partial(attend_in, layout=layout.of_stage),
-            rows=of_rows,
+            rows=bounds,
             positions_BT=positions,
             routing=routing,
             remat=settings.remat,
             scan=settings.scan_layers,
         )
-    of_layout = contextlib.nullcontext() if layout is None else layout.scope()
-    with of_layout, strict_scope(settings.strict):
+    scope = contextlib.nullcontext() if layout is None else layout.scope()
+    with scope, strict_scope(settings.strict):
         hidden, _, routed = model.routed(
             tokens,
             positions,
-            attend=attend_in(of_rows, layout),
+            attend=attend_in(bounds, layout),
             remat=settings.remat,
             scan=settings.scan_layers,
             residual_dtype=settings.residual_dtype,
@@ -192,7 +192,7 @@ def routed_states(
 
 
 def _runs(tokens: Int[Array, "B T"], rows: Rows | None, layout: Layout | None) -> Runs:
-    """Which tokens follow which: those of their row, or as packed rows say.
+    """The runs of consecutive tokens: whole rows, or the runs of packed rows.
 
     They are in the order of the row, whatever order `rows` have, and whole on every device.
     """
@@ -257,7 +257,7 @@ def response_logprobs(
     Requires: `temperature` is the sampler's. Otherwise the ratio of the two log-probs compares
     different policies. A greedy rollout (0) is scored at 1.
     """
-    found = response_statistics(
+    statistics = response_statistics(
         params,
         rows,
         spec=spec,
@@ -265,7 +265,7 @@ def response_logprobs(
         temperature=temperature,
         with_entropy=with_entropy,
     )
-    return found.logprobs, found.entropy
+    return statistics.logprobs, statistics.entropy
 
 
 def response_statistics(
@@ -287,7 +287,7 @@ def response_statistics(
     hidden = _predicting(rows, every, layout)
     weight, softcap = model.unembedding(), spec.config.logits_softcap
     temperature = temperature or 1.0
-    of_logits = {"temperature": temperature, "softcap": softcap}
+    logits = {"temperature": temperature, "softcap": softcap}
     logprobs, entropy = head_logprobs(
         hidden,
         weight,
@@ -301,14 +301,14 @@ def response_statistics(
     )
     squares, at_candidates, top = None, None, None
     if with_squares:
-        run = partial(sum_squared_probs, **of_logits)
+        run = partial(sum_squared_probs, **logits)
         squares = rows.to_samples(_by_part(run, layout, hidden, weight))
     if candidates is not None:
-        run = partial(linear_logprobs_at, **of_logits)
-        found = _by_replica(run, layout, hidden, weight, rows.at_targets(candidates))
-        at_candidates = rows.to_samples_each(found)
+        run = partial(linear_logprobs_at, **logits)
+        at_targets = _by_replica(run, layout, hidden, weight, rows.at_targets(candidates))
+        at_candidates = rows.to_samples_each(at_targets)
     if top_k:
-        run = partial(linear_top_k, k=top_k, **of_logits)
+        run = partial(linear_top_k, k=top_k, **logits)
         ids, top_logprobs = _by_part(run, layout, hidden, weight)
         top = rows.to_samples_each(ids), rows.to_samples_each(top_logprobs)
     return Statistics(
@@ -422,7 +422,7 @@ def head_logprobs(
 
 
 def _predicting(rows: Rows, hidden: Float[Array, "B T D"], layout: Layout | None) -> Array:
-    """The hidden state before each target [B, X, D], those of a part on its own device."""
+    """The hidden state before each target [B, X, D], each part on its own device."""
     if layout is None or layout.size("residual") == 1:
         return rows.predicting(hidden)
     hidden = layout.constrain(hidden, "batch", "tokens", None)  # whole over heads
@@ -466,23 +466,23 @@ def _by_replica(
     layout: Layout | None,
     hidden: Array,
     weight: Array,
-    *of_rows: Array | None,
+    *row_arrays: Array | None,
 ) -> Any:
     if layout is None:
-        return run(hidden, weight, *of_rows)
+        return run(hidden, weight, *row_arrays)
     replicas, tokens = _split_axes(layout, *hidden.shape[:2])
     if not (replicas or tokens):
-        return run(hidden, weight, *of_rows)
+        return run(hidden, weight, *row_arrays)
     both = (*replicas, *tokens)
     by_token = PartitionSpec(replicas, tokens) if tokens else PartitionSpec(replicas)
     # One copy for each device that computes its own. Of one array for all, the gradient would be
     # summed inside the shard_map, and XLA's CPU compiler crashes on such a sum in bfloat16.
     copies = jnp.broadcast_to(weight, (axis_size(layout.mesh, *both), *weight.shape))
     return jax.shard_map(
-        lambda hidden, weight, *of_rows: run(hidden, weight[0], *of_rows),
+        lambda hidden, weight, *row_arrays: run(hidden, weight[0], *row_arrays),
         mesh=layout.mesh,
-        in_specs=(by_token, PartitionSpec(both), *[by_token] * len(of_rows)),
+        in_specs=(by_token, PartitionSpec(both), *[by_token] * len(row_arrays)),
         out_specs=by_token,
         axis_names=set(both),
         check_vma=False,
-    )(hidden, copies, *of_rows)
+    )(hidden, copies, *row_arrays)

@@ -1,10 +1,10 @@
 """The losses of online RL: a forward pass joined to functions of `algorithms/`.
 
-Counts (`tokens`, `sequences`) are those of the whole global mini-batch. They travel in the batch as
-arrays with one entry a row, because every micro-batch must see the same counts.
+Counts (`tokens`, `sequences`) are taken over the whole global mini-batch. They travel in the batch
+as arrays with one entry a row, because every micro-batch must see the same counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from jaxrl_llm.algorithms.fields import (
     UPDATE_FIELDS,
     check_metric_name,
     field_names,
-    has_gradient,
     pair_of,
 )
 from jaxrl_llm.algorithms.kl import masked_kl
@@ -34,9 +33,8 @@ from jaxrl_llm.learner.rows import ROUTES, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 
-OF_POLICY = ("logprobs", "entropy", "top_logprobs")  # what a policy loss may learn from
-# What a step measures of itself; its loss has metrics of its own.
-BUBBLE = "pipeline_bubble"  # where layers are a pipeline: the share of its ticks that a stage idles
+# Metrics of an optimizer step itself; its loss has metrics of its own.
+BUBBLE = "pipeline_bubble"  # share of the ticks in which a stage of the pipeline idles
 STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balance", BUBBLE)
 STEP_METRICS += ROUTER_METRICS
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `check_gradients` turns it into names
@@ -48,9 +46,9 @@ TAKEN = {"loss", *_OF_STEP, *(f"{role}/{n}" for role in ("actor", "critic") for 
 class PolicyLoss:
     """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way.
 
-    `own_logprobs` is for the only step on its samples. The old log-probs are then those that the
-    step computes itself. The loss returns them and the entropies, [B, R], with its metrics.
-    `with_log_ratios` returns those of the policy to the one that the loss compares it with.
+    `own_logprobs` is for the only step on its samples. The step then computes
+    the old log-probs itself. The loss returns them and the entropies, [B, R], with its metrics.
+    `with_log_ratios` returns the log-ratios of the policy to the one that the loss compares with.
     """
 
     algorithm: Algorithm
@@ -59,7 +57,7 @@ class PolicyLoss:
     temperature: float
     own_logprobs: bool = False
     with_log_ratios: bool = False
-    router: RouterLoss = RouterLoss()  # of a mixture of experts
+    router: RouterLoss = RouterLoss()  # losses of the routers of a mixture of experts
     replays_routes: bool = False  # tokens take the experts that they had in the rollout
 
     @property
@@ -86,7 +84,7 @@ class PolicyLoss:
         reads = field_names(algorithm.policy_loss)
         rows = rows_of(part, self.settings.align)
         uses_entropy = algorithm.entropy_coef != 0.0 or "entropy" in reads
-        found = response_statistics(
+        statistics = response_statistics(
             params,
             rows,
             spec=self.spec,
@@ -95,7 +93,7 @@ class PolicyLoss:
             with_entropy=uses_entropy or self.own_logprobs,
             candidates=part["teacher_top_ids"] if "top_logprobs" in reads else None,
         )
-        logprobs, entropy, top = found.logprobs, found.entropy, found.at_candidates
+        logprobs, entropy, top = statistics.logprobs, statistics.entropy, statistics.at_candidates
         counts, mask = _counts(part), _loss_mask(part)
         current = part | {"logprobs": logprobs, "mask": mask}
         if entropy is not None:
@@ -111,10 +109,8 @@ class PolicyLoss:
                 if self.own_logprobs
                 else jnp.where(part["unchanged"], own, part["old_logprobs"])
             )
-        found_loss = algorithm.policy_loss(*(current[name] for name in reads))
-        per_token, parts = pair_of("policy_loss", found_loss, mask, metrics=True)
-        if algorithm.entropy_coef == 0.0 and algorithm.kl_loss is None:
-            _check_gradient("policy_loss", algorithm.policy_loss, current, OF_POLICY)
+        result = algorithm.policy_loss(*(current[name] for name in reads))
+        per_token, parts = pair_of("policy_loss", result, mask, metrics=True)
         total = algorithm.aggregate(per_token, mask, **counts)
         metrics = {"actor/pg_loss": total}
         if uses_entropy:
@@ -127,10 +123,10 @@ class PolicyLoss:
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term
-        if found.routed is not None:
+        if statistics.routed is not None:
             share = mask.sum() / jnp.maximum(counts["global_tokens"], 1)
-            term, of_router = self.router(found.routed, share)
-            total, metrics = total + term, metrics | of_router
+            term, router_metrics = self.router(statistics.routed, share)
+            total, metrics = total + term, metrics | router_metrics
         metrics |= attention_work(rows, self.spec, self.settings)
         metrics = _joined(metrics, _token_means(parts, mask, counts["global_tokens"]))
         if self.own_logprobs:
@@ -167,29 +163,18 @@ class ValueLoss:
         new_values = response_values(params, rows, spec=self.spec, settings=self.settings)
         counts, mask = _counts(part), _loss_mask(part)
         current = part | {"new_values": new_values, "mask": mask}
-        found = value_loss(*(current[name] for name in field_names(value_loss)))
-        per_token, parts = pair_of("value_loss", found, mask, metrics=True)
-        _check_gradient("value_loss", value_loss, current, ("new_values",))
+        result = value_loss(*(current[name] for name in field_names(value_loss)))
+        per_token, parts = pair_of("value_loss", result, mask, metrics=True)
         total = self.algorithm.aggregate(per_token, mask, **counts)
         means = _token_means(parts, mask, counts["global_tokens"])
         work = attention_work(rows, self.spec, self.settings)
         return total, _joined({"critic/vf_loss": total} | work, means)
 
 
-def _check_gradient(role: str, fn: Callable[..., Any], fields: Fields, of: Sequence[str]) -> None:
-    """ValueError for a loss that depends on nothing that the update computes: it trains nothing."""
-    if not has_gradient(fn, fields, of):
-        raise ValueError(
-            f"{role} has no gradient, so nothing would be learned: it must depend on "
-            f"{' or '.join(of)}, which the update computes, outside stop_gradient; it reads "
-            f"{', '.join(field_names(fn)) or 'nothing'}"
-        )
-
-
 def with_counts(fields: Fields, first: bool | Array) -> Fields:
     """A mini-batch with its own counts, one entry a row; call it once a mini-batch.
 
-    `first` says that the parameters are still those that computed `old_logprobs`.
+    `first` says that the parameters have not changed since they gave `old_logprobs`.
     """
     mask = _loss_mask(fields)
     rows = mask.shape[0]
@@ -202,7 +187,7 @@ def with_counts(fields: Fields, first: bool | Array) -> Fields:
 
 
 def _reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
-    """What a loss takes from the batch: rows, and the fields that its functions name."""
+    """The fields that a loss takes from the batch: rows, and the names of its functions."""
     named = [name for fn in functions if fn is not None for name in field_names(fn)]
     named += [field for name in named for field in COMPUTED_FROM.get(name, ())]
     return tuple(
@@ -211,7 +196,7 @@ def _reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
 
 
 def _loss_mask(fields: Fields) -> Array:
-    """The tokens that count: all of the policy's, or those that no rejection rule excludes."""
+    """The tokens that count: all sampled ones, or the ones that no rejection rule excludes."""
     return fields.get("loss_mask", fields["mask"])
 
 
@@ -222,11 +207,11 @@ def _counts(fields: Fields) -> dict[str, Array]:
     }
 
 
-def _joined(ours: Metrics, of_function: Metrics) -> Metrics:
-    """Both. ValueError for a name that both have, or that the step gives a metric of its own."""
-    for name in of_function:
+def _joined(ours: Metrics, theirs: Metrics) -> Metrics:
+    """Both. ValueError for a name that both have, or that is a metric of the step."""
+    for name in theirs:
         check_metric_name("the loss", name, ours.keys() | TAKEN)
-    return ours | of_function
+    return ours | theirs
 
 
 def _token_means(metrics: Metrics, mask: Float[Array, "B R"], tokens: Array) -> Metrics:

@@ -25,7 +25,7 @@ from jaxrl_llm.learner.rows import (
     strict_tokens,
 )
 
-Pass = Callable[[Fields], Any]  # of one part
+Pass = Callable[[Fields], Any]  # a computation on one part
 Shard = Callable[[Any], Any]
 
 
@@ -35,7 +35,7 @@ class Parts(ABC):
     @property
     @abstractmethod
     def num(self) -> int | Array:
-        """How many there are; the int 1 needs no loop."""
+        """The number of parts; the int 1 needs no loop."""
 
     @abstractmethod
     def at(self, index: int | Array) -> Fields:
@@ -43,10 +43,10 @@ class Parts(ABC):
 
     @abstractmethod
     def empty(self, shapes: Any) -> Any:
-        """What is collected before the first part; `shapes` are the results of one part."""
+        """Zeros to collect in; `shapes` are the results of one part."""
 
     @abstractmethod
-    def put(self, collected: Any, found: Any, index: int | Array) -> Any:
+    def put(self, collected: Any, results: Any, index: int | Array) -> Any:
         """`collected` with the results of part `index`."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Parts(ABC):
 
     @abstractmethod
     def specs(self, axes: tuple[str, ...]) -> tuple[Any, PartitionSpec]:
-        """How a shard_map over `axes` splits this, and what it collects.
+        """The specs of these parts, and of the collected results, in a shard_map over `axes`.
 
         Every group has the same number of parts, and its own rows of each.
         Requires: `axes` are the outermost of the batch.
@@ -67,7 +67,7 @@ class Parts(ABC):
 
 
 class MicroBatches(ABC):
-    """How a batch, a dict of arrays with one entry a sample, is cut into parts."""
+    """The cut of a batch, a dict of arrays with one entry a sample, into parts."""
 
     @abstractmethod
     def split(self, fields: Fields) -> Parts:
@@ -76,7 +76,7 @@ class MicroBatches(ABC):
     @property
     @abstractmethod
     def adds_up(self) -> bool:
-        """Whether there may be several parts, whose gradients are added up in a loop."""
+        """True if there may be several parts, whose gradients are added up in a loop."""
 
     @abstractmethod
     def row_use(self, fields: Fields) -> Array:
@@ -119,7 +119,7 @@ class Padded(MicroBatches):
     """Equal parts of the samples. `shard` spreads each part over the mesh."""
 
     num: int = 1
-    align: int | None = None  # of strict rows
+    align: int | None = None  # the multiple at which runs of strict rows begin
     shard: Shard = lambda tree: tree
 
     def split(self, fields: Fields) -> "_EqualParts":
@@ -159,11 +159,11 @@ class _EqualParts(Parts):
     def empty(self, shapes: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros((self.count, *x.shape), x.dtype), shapes)
 
-    def put(self, collected: Any, found: Any, index: int | Array) -> Any:
+    def put(self, collected: Any, results: Any, index: int | Array) -> Any:
         def one(x: Array, part: Array) -> Array:
             return jax.lax.dynamic_update_index_in_dim(x, part, index, axis=0)
 
-        return jax.tree.map(one, collected, found)
+        return jax.tree.map(one, collected, results)
 
     def samples(self, collected: Any) -> Any:
         if self.count == 1:
@@ -182,8 +182,8 @@ class _EqualParts(Parts):
 class Packed(MicroBatches):
     """Rows of `row_tokens` tokens, `rows` of each replica a part; see `rows.plan_packing`.
 
-    The fields of a part are those of all samples. The values of tokens are 0 outside of the part,
-    and its rows stand under ROWS.
+    A part has the fields of all samples. The values of tokens are 0 outside of the part, and its
+    rows stand under ROWS.
     Requires: what a pass computes for samples outside of its part is 0.
     """
 
@@ -191,7 +191,7 @@ class Packed(MicroBatches):
     group: int = 1
     num_replicas: int = 1
     rows: int = 1
-    align: int | None = None  # of strict rows
+    align: int | None = None  # the multiple at which runs of strict rows begin
     shard: Shard = lambda tree: tree
 
     def split(self, fields: Fields) -> "_PackedParts":
@@ -249,8 +249,8 @@ class _PackedParts(Parts):
     def empty(self, shapes: Any) -> Any:
         return zeros_of(shapes)
 
-    def put(self, collected: Any, found: Any, index: int | Array) -> Any:
-        return jax.tree.map(jnp.add, collected, found)
+    def put(self, collected: Any, results: Any, index: int | Array) -> Any:
+        return jax.tree.map(jnp.add, collected, results)
 
     def samples(self, collected: Any) -> Any:
         return collected

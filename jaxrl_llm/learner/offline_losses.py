@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.fields import check_metric_name, field_names, has_gradient
+from jaxrl_llm.algorithms.fields import check_metric_name, field_names
 from jaxrl_llm.algorithms.offline import (
-    LOGPROBS,
     REFERENCE,
-    SCORES,
     OfflineAlgorithm,
     groups_of,
 )
@@ -35,7 +33,7 @@ from jaxrl_llm.types import OFFLINE_FIELDS, TokenBatch
 
 WEIGHT = "weight of "  # metric names that begin so hold what the metric of that name is divided by
 NUM_RECORDS, NUM_TOKENS = "num_records", "num_tokens"
-LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # of the sums; the second is also a metric's name
+LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # names of sums; the second is also a metric
 _TAKEN = {*TAKEN, LOSS, TOKEN_LOSS, "learning_rate"}
 
 
@@ -49,7 +47,7 @@ class RecordLoss:
     algorithm: OfflineAlgorithm
     spec: ModelSpec
     settings: ForwardSettings
-    router: RouterLoss = RouterLoss()  # of a mixture of experts; evaluations leave it out
+    router: RouterLoss = RouterLoss()  # losses of the routers; evaluations leave them out
 
     @property
     def groups(self) -> list[str]:
@@ -59,8 +57,8 @@ class RecordLoss:
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
-        given = (name for name in self.algorithm.update_reads if name in OFFLINE_FIELDS)
-        return tuple(dict.fromkeys((*self.groups, "weights", "index", *given)))
+        reads = (name for name in self.algorithm.update_reads if name in OFFLINE_FIELDS)
+        return tuple(dict.fromkeys((*self.groups, "weights", "index", *reads)))
 
     def inputs(self, mini_batch: Any, first: bool | Array = True) -> Fields:
         """Rows, numbers, and the counts of the whole mini-batch, an `OfflineBatch` or its fields.
@@ -76,10 +74,10 @@ class RecordLoss:
     def __call__(self, params: Params, part: Fields) -> tuple[Array, Metrics]:
         """The part's contribution to the loss, and sums of metrics."""
         sums, routed = self._sums(params, part)
-        total, of_router = jnp.float32(0), {}
+        total, router_metrics = jnp.float32(0), {}
         if routed is not None:
             share = self._weights(part).sum() / jnp.maximum(part[NUM_RECORDS][0], 1.0)
-            total, of_router = self.router(routed, share)
+            total, router_metrics = self.router(routed, share)
         if self.algorithm.loss is not None:
             total += sums[LOSS] / jnp.maximum(part[NUM_RECORDS][0], 1.0)
         if self.algorithm.token_loss is not None:
@@ -87,20 +85,20 @@ class RecordLoss:
             total += self.algorithm.token_loss_coef * mean
         rows, _ = _rows(part, len(self.groups))
         work = attention_work(rows, self.spec, self.settings)
-        return total, jax.lax.stop_gradient(sums) | work | of_router
+        return total, jax.lax.stop_gradient(sums) | work | router_metrics
 
     def sums(self, params: Params, part: Fields) -> Metrics:
         """Sums over the records of a part: losses, metrics, and their weights (`WEIGHT`)."""
         return self._sums(params, part)[0]
 
     def _weights(self, part: Fields) -> Array:
-        """The weights of the records, 0 for those that are not in the part."""
+        """The weights of the records, 0 for records outside of the part."""
         weights = part["weights"]
         return weights * part[ROWS].included if ROWS in part else weights
 
     def _sums(self, params: Params, part: Fields) -> tuple[Metrics, Routed | None]:
         algorithm = self.algorithm
-        found, routed = routed_fields(
+        computed, routed = routed_fields(
             params,
             part,
             self.groups,
@@ -108,14 +106,7 @@ class RecordLoss:
             spec=self.spec,
             settings=self.settings,
         )
-        current, weights = part | found, self._weights(part)
-        of = [name for name in found if name.endswith((LOGPROBS, SCORES))]
-        own = [fn for fn in (algorithm.loss, algorithm.token_loss) if fn is not None]
-        if not any(has_gradient(fn, current, of) for fn in own):
-            raise ValueError(
-                "the loss has no gradient, so nothing would be learned: it must depend on "
-                f"{' or '.join(of)}, which the update computes, outside stop_gradient"
-            )
+        current, weights = part | computed, self._weights(part)
         sums: Metrics = {}
         if algorithm.loss is not None:
             values, metrics = algorithm.loss(*(current[n] for n in field_names(algorithm.loss)))
@@ -175,7 +166,7 @@ def record_fields(
     spec: ModelSpec,
     settings: ForwardSettings,
 ) -> Fields:
-    """What a model computes of the rows of `groups`: `<group>_logprobs` and the like, [B] each.
+    """A model's results for the rows of `groups`: `<group>_logprobs` and the like, [B] each.
 
     A scalar model gives scores, a language model sums of log-probs. Sums over whole rows are
     computed only where `names` ask for them.
@@ -200,10 +191,11 @@ def routed_fields(
         return _by_group(scores, groups, "_scores"), None
     computed = response_statistics(params, rows, spec=spec, settings=settings)
     logprobs = computed.logprobs
-    found = _by_group((logprobs * flat["mask"]).sum(axis=1), groups, "_logprobs")
+    sums = _by_group((logprobs * flat["mask"]).sum(axis=1), groups, "_logprobs")
     if any(name.endswith("_row_logprobs") for name in names):
-        found |= _by_group((logprobs * _row_mask(flat)).sum(axis=1), groups, "_row_logprobs")
-    return found | _lengths(fields, groups), computed.routed
+        whole = (logprobs * _row_mask(flat)).sum(axis=1)
+        sums |= _by_group(whole, groups, "_row_logprobs")
+    return sums | _lengths(fields, groups), computed.routed
 
 
 def weighted_sums(metrics: dict[str, Any], weights: Float[Array, " B"]) -> Metrics:

@@ -98,12 +98,12 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
         leaves, structure = jax.tree.flatten(updates)
         mus, nus = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
 
-        found: list[Array] = []
+        results: list[Array] = []
         kept: list[list[Any]] = []
-        fetched: list[list[Any]] = []  # new moments of those that were offloaded
+        fetched: list[list[Any]] = []  # new moments of offloaded parameters
         for i, (mu, nu) in enumerate(zip(mus, nus, strict=True)):
             if mu is None:
-                found.append(jnp.zeros_like(leaves[i]))
+                results.append(jnp.zeros_like(leaves[i]))
                 kept.append([None, None])
                 continue
             streams = jnp.uint32(i), jnp.uint32(i + len(leaves))
@@ -114,10 +114,10 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
             result, new = visit([mu, nu])
             if in_host_memory(mu):
                 fetched.append(new)
-            found.append(result)
+            results.append(result)
             kept.append(new)
         mu, nu = (structure.unflatten(moments) for moments in zip(*kept, strict=True))
-        return structure.unflatten(found), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        return structure.unflatten(results), optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,7 +1,7 @@
-"""What an update adds for the routers of a mixture of experts, and what it measures of them.
+"""Losses and metrics of the routers of a mixture of experts.
 
 The load-balance loss is transformers' (`load_balancing_loss_func`), after Switch Transformers
-(arXiv:2101.03961). The z-loss is that of ST-MoE (arXiv:2202.08906).
+(arXiv:2101.03961). The z-loss is from ST-MoE (arXiv:2202.08906).
 
 Shape letters: L layers, E experts.
 """
@@ -29,26 +29,26 @@ class RouterLoss:
     aux_coef: float = 0.0
     by_layer: bool = False  # the load-balance loss of each layer by itself
     z_coef: float = 0.0
-    bias_rate: float = 0.0  # of a step of the balance bias, which is no loss
+    bias_rate: float = 0.0  # size of a step of the balance bias, which is not a loss
     over: tuple[str, ...] = ()  # inside a shard_map: axes whose groups share a micro-batch
 
     def __call__(self, routed: Routed, share: Array) -> tuple[Array, Metrics]:
         """The contribution of a micro-batch to the loss, and metrics.
 
-        The load-balance loss is not linear in the tokens. It is that of each micro-batch, and
-        `share` is the micro-batch's part of the tokens that are learned from. With `over` both are
-        of one group, and the contributions of the groups add up to those of the micro-batch.
+        The load-balance loss is not linear in the tokens, so each micro-batch has its own. `share`
+        is the micro-batch's part of the tokens that are learned from. With `over` both belong to
+        one group, and the contributions of the groups add up to the micro-batch's.
         """
         whole, share = self._of_micro_batch(routed, share)
         aux, z = load_balance(whole, by_layer=self.by_layer) * share, z_loss(whole) * share
         metrics = {"router_aux_loss": aux, "router_z_loss": z, COUNTS: routed.counts_E}
-        if self.bias_rate:  # of a sigmoid router: others are refused with the config
+        if self.bias_rate:  # the config refuses it for other routers than sigmoid ones
             assert routed.own_counts_E is not None
             metrics[OWN_COUNTS] = routed.own_counts_E
         return self.aux_coef * aux + self.z_coef * z, jax.lax.stop_gradient(metrics)
 
     def _of_micro_batch(self, routed: Routed, share: Array) -> tuple[Routed, Array]:
-        """Both with the numbers of tokens of all groups; probabilities stay those of one."""
+        """Both with the numbers of tokens of all groups; probabilities stay the group's own."""
         if not self.over:
             return routed, share
         own = jax.lax.stop_gradient((routed.counts_E, routed.tokens, share))

@@ -35,7 +35,7 @@ SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "response_lengths")  # 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Ranges:
-    """What attention in a packed row depends on, all int32 [D, T].
+    """The bounds of attention in a packed row, all int32 [D, T].
 
     Tokens may be in another order than in the row: then `token` has their positions in the row.
     """
@@ -78,15 +78,16 @@ class Rows:
     predictors: Int[Array, "B X"]  # the token of the row whose hidden state predicts the target
     targets: Int[Array, "B X"]
     included: Bool[Array, " B"]  # the samples that are in these rows
-    # For packed rows only. They have as many targets as tokens; those of responses come first.
-    num_targets: Int[Array, " B"] | Int[Array, "B parts"] | None = None  # of responses
+    # For packed rows only. They have as many targets as tokens; targets in responses come first.
+    num_targets: Int[Array, " B"] | Int[Array, "B parts"] | None = None  # targets in responses
     # The token of the row that the target is; in strict rows the one that predicts it.
     target_tokens: Int[Array, "B X"] | None = None
     ranges: Ranges | None = None
-    sample: Int[Array, "B X"] | None = None  # of its replica; S where the token is no response
+    # The number of the target's sample within its replica; S outside of responses.
+    sample: Int[Array, "B X"] | None = None
     column: Int[Array, "B X"] | None = None
-    real: Bool[Array, "B T"] | None = None  # the tokens that are no padding; None where all are
-    source: Int[Array, "B T"] | None = None  # of a packed token: its sample, of its replica
+    real: Bool[Array, "B T"] | None = None  # False for padding; None where all are real
+    source: Int[Array, "B T"] | None = None  # the sample of a packed token, within its replica
     place: Int[Array, "B T"] | None = None  # its place in [prompt, response] of its sample
     routes: Int[Array, "B T L K"] | None = None  # its experts; -1 leaves them to the router
     response_length: int = field(metadata={"static": True})
@@ -97,7 +98,7 @@ class Rows:
     def spread(self, *, parts: int, shards: int) -> "Rows":
         """The rows for devices of which each computes a part of their tokens.
 
-        Tokens are in `token_order`. Targets are dealt to the parts in turns, because those of
+        Tokens are in `token_order`. Targets are dealt to the parts in turns, because targets in
         responses come first. Both are padded: tokens to equal shards of equal parts.
         """
         length = self.tokens.shape[1]
@@ -123,12 +124,12 @@ class Rows:
             own = jnp.minimum(self.predictors + 1, length - 1)
         if num is not None and parts > 1:
             num = -(-(num[:, None] - jnp.arange(parts)) // parts)
-        # Out of range and all different, as for the tokens that are no responses.
+        # Out of range and all different, as for the tokens outside of responses.
         rows, added = self.rows_of_replica, -self.targets.shape[1] % parts
         num_samples = self.included.shape[0] // (self.tokens.shape[0] // rows)
-        of_none = num_samples + rows * length + jnp.arange(added)
+        no_sample = num_samples + rows * length + jnp.arange(added)
         if rows > 1:
-            of_none += added * (jnp.arange(self.tokens.shape[0]) % rows)[:, None]
+            no_sample += added * (jnp.arange(self.tokens.shape[0]) % rows)[:, None]
         return replace(
             self,
             tokens=ordered(self.tokens),
@@ -140,25 +141,25 @@ class Rows:
             num_targets=num,
             target_tokens=dealt(inverse[own]),
             ranges=self._ordered_ranges(ordered, order if parts > 1 else None),
-            sample=dealt(self.sample, of_none),
+            sample=dealt(self.sample, no_sample),
             column=dealt(self.column),
             parts=parts,
         )
 
     def with_routes(self, routes: Int[Array, "N S L K"]) -> "Rows":
-        """The rows with the experts of their tokens; `routes` are those of all samples."""
+        """The rows with the experts of their tokens; `routes` has all samples."""
         assert self.place is not None and self.real is not None
         at = jnp.minimum(self.place, routes.shape[1] - 1)
         if self.source is None:
-            found = jnp.take_along_axis(routes, at[..., None, None], axis=1)
+            chosen = jnp.take_along_axis(routes, at[..., None, None], axis=1)
         else:
             num_replicas = self.tokens.shape[0] // self.rows_of_replica
-            of_replicas = routes.reshape(num_replicas, -1, *routes.shape[1:])
-            found = jax.vmap(lambda routes, sample, at: routes[sample, at])(
-                of_replicas, self._of_replica(self.source), self._of_replica(at)
+            by_replica = routes.reshape(num_replicas, -1, *routes.shape[1:])
+            chosen = jax.vmap(lambda routes, sample, at: routes[sample, at])(
+                by_replica, self._of_replica(self.source), self._of_replica(at)
             )
-            found = found.reshape(*at.shape, *routes.shape[2:])
-        return replace(self, routes=jnp.where(self.real[..., None, None], found, -1))
+            chosen = chosen.reshape(*at.shape, *routes.shape[2:])
+        return replace(self, routes=jnp.where(self.real[..., None, None], chosen, -1))
 
     def _ordered_ranges(
         self, ordered: Callable[..., Array], order: np.ndarray | None
@@ -180,15 +181,15 @@ class Rows:
         )
 
     def visibility(self, window: int | None, ranges: Ranges | None = None) -> Visibility | None:
-        """What attention may see; None for causal rows, where the window is an argument.
+        """The keys that attention may see; None for causal rows, whose window is an argument.
 
-        `ranges` are those of some of the rows; by default of all.
+        `ranges` are the ranges of some of the rows; None takes all.
         """
         ranges = ranges or self.ranges
         return None if ranges is None else ranges.visibility(window, shared=self.shared)
 
     def visible_pairs(self, window: int | None) -> Float[Array, "B parts"]:
-        """How many keys the queries of each part see together, of rows that were `spread`."""
+        """The number of keys that the queries of each part see together, after `spread`."""
         visibility = self.visibility(window)
         assert visibility is not None and visibility.last_BT is not None
         seen = jnp.maximum(visibility.last_BT - visibility.start_BT + 1, 0)
@@ -224,10 +225,10 @@ class Rows:
         assert self.column is not None
         num_replicas = self.tokens.shape[0] // self.rows_of_replica
         samples = x.reshape(num_replicas, -1, *x.shape[1:])
-        found = jax.vmap(lambda x, sample, column: x.at[sample, column].get(mode="clip"))(
+        values = jax.vmap(lambda x, sample, column: x.at[sample, column].get(mode="clip"))(
             samples, self._of_replica(self.sample), self._of_replica(self.column)
         )
-        return found.reshape(*self.sample.shape, *found.shape[2:])
+        return values.reshape(*self.sample.shape, *values.shape[2:])
 
     def own(self, x: Float[Array, "B T"]) -> Float[Array, "B R"]:
         """A value of every token of the rows, read at the response tokens, as [B, R].
@@ -259,8 +260,8 @@ class Rows:
 def _each(ordered: Callable[..., Array], x_BTLK: Array) -> Array:
     """`ordered` of each number of a token, padded with -1."""
     numbers = x_BTLK.reshape(*x_BTLK.shape[:2], -1)
-    found = jax.vmap(lambda x: ordered(x, fill=-1), in_axes=-1, out_axes=-1)(numbers)
-    return found.reshape(*found.shape[:2], *x_BTLK.shape[2:])
+    moved = jax.vmap(lambda x: ordered(x, fill=-1), in_axes=-1, out_axes=-1)(numbers)
+    return moved.reshape(*moved.shape[:2], *x_BTLK.shape[2:])
 
 
 def _deal(x_BX: Array, parts: int) -> Array:
@@ -343,10 +344,10 @@ def _strict_rows(
     real_BT = in_run_T | (token_T < before_B1)
     positions_BT = jnp.where(in_run_T, before_B1 + offset_T, jnp.where(real_BT, token_T, 0))
     start_T = jnp.where(in_run_T, run, 0)
-    given_BT = None
+    known_BT = None
     if response_lengths is not None:
-        last_BT = (offset_T == 0) & (prompt_lengths > 0)[:, None]  # of the prompt
-        given_BT = real_BT & (~in_run_T | last_BT | (offset_T < response_lengths[:, None]))
+        last_BT = (offset_T == 0) & (prompt_lengths > 0)[:, None]  # the prompt's last token
+        known_BT = real_BT & (~in_run_T | last_BT | (offset_T < response_lengths[:, None]))
     return Rows(
         tokens=jnp.where(
             token_T > run,
@@ -363,7 +364,7 @@ def _strict_rows(
             prefix_start=jnp.zeros_like(positions_BT),
             prefix_end=jnp.where(in_run_T, before_B1, 0),
         ),
-        real=given_BT,
+        real=known_BT,
         place=jnp.where(token_T > run, P + of_response_BT, of_prompt_BT),
         response_length=R,
         shared=True,
@@ -419,12 +420,12 @@ class PackingPlan:
     num_rows: Int[Array, ""]  # the maximum over replicas; last rows of the others are empty
     row_tokens: int = field(metadata={"static": True})
     shared: bool = field(metadata={"static": True})
-    rows_of_part: int = field(metadata={"static": True})  # of each replica, computed in one pass
-    align: int | None = field(default=None, metadata={"static": True})  # of strict rows
+    rows_of_part: int = field(metadata={"static": True})  # rows of each replica in one pass
+    align: int | None = field(default=None, metadata={"static": True})  # set for strict rows
 
     @property
     def num_parts(self) -> Int[Array, ""]:
-        """How many passes compute all rows. Rows after the last are empty."""
+        """The number of passes that compute all rows. Rows after the last are empty."""
         if self.rows_of_part == 1:
             return self.num_rows
         return (self.num_rows + self.rows_of_part - 1) // self.rows_of_part
@@ -546,7 +547,7 @@ def packed_rows(
         *(by_replica(x) for x in (prompts, prompt_lengths, responses, response_lengths)),
     )
     if num_rows > 1:
-        # Where a token is no response, its number must differ from those in other rows too.
+        # Outside of responses, a token's number must also differ from the numbers in other rows.
         apart = plan.row_tokens * jnp.arange(num_rows)[:, None]
         sample = arrays["sample"]
         arrays["sample"] = jnp.where(sample < num_samples, sample, sample + apart)
@@ -587,7 +588,7 @@ def _packed_row(
     offset_T = token_T - start_T
     room_T = prompt_T if plan.align is None else _rounded_up(prompt_T, plan.align)
     run_T = start_T + jnp.where(leads_T, room_T, 0)
-    column_T = token_T - run_T  # of the target; the token itself is `repeated` columns earlier
+    column_T = token_T - run_T  # the target's; the token itself is `repeated` columns earlier
     some_T = response_lengths_S[sample_T] > 0
     in_prompt_T = some_T & (token_T < run_T) & (offset_T < prompt_T)
     in_run_T = some_T & (column_T >= 0) & (column_T < response_lengths_S[sample_T])

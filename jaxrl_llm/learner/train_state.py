@@ -1,4 +1,4 @@
-"""What one role owns on the device: parameters, optimizer state and its step."""
+"""The state of one role on the device: parameters, optimizer state and its step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ Metrics = dict[str, Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """A trained role. `step` counts optimizer steps without those that were skipped."""
+    """A trained role. `step` counts optimizer steps that were not skipped."""
 
     params: Params
     opt_state: optax.OptState
@@ -38,7 +38,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Adapted:
-    """What a role with adapters gets: its own state, and the base, which others share."""
+    """The state of a role with adapters: its own, and the base, which others share."""
 
     own: Any  # a TrainState, or the parameters that learn
     base: Params
@@ -50,12 +50,12 @@ class Adapted:
 
 
 def own_of(state: Any) -> Any:
-    """What a role keeps itself."""
+    """The part of a state that belongs to its role alone."""
     return state.own if isinstance(state, Adapted) else state
 
 
 def params_of(state: Any) -> Params:
-    """The parameters in what a role keeps, those of its base included."""
+    """The parameters of a state, including its base."""
     if isinstance(state, Adapted):
         return state.joined
     return state.params if isinstance(state, TrainState) else state
@@ -69,7 +69,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def is_balance(path: Any) -> bool:
-    """Whether the parameter at this path of keys is a bias that balances a router."""
+    """True if the parameter at this path of keys is a bias that balances a router."""
     return bool(path) and getattr(path[-1], "key", "") == BALANCE
 
 
@@ -89,7 +89,7 @@ def state_shardings(
     *,
     offload: bool = False,
 ) -> TrainState:
-    """Shardings of a TrainState: moments have those of their parameters, scalars are replicated.
+    """Shardings of a TrainState: moments follow their parameters, scalars are replicated.
 
     `offload` places the moments in the memory of the devices' hosts.
     """
@@ -100,7 +100,7 @@ def state_shardings(
         return sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
 
     moments = of_moments(of_moment, param_shardings)
-    # The state of one parameter has the form of that of all, and is traced in no time.
+    # The state of one parameter has the form of the whole state, and is traced in no time.
     one = jax.ShapeDtypeStruct((), jnp.float32)
     opt_shardings = optax.tree_map_params(
         optimizer,
@@ -113,7 +113,7 @@ def state_shardings(
 
 @dataclass(frozen=True, kw_only=True)
 class CastAhead:
-    """Weights are cast to `dtype`, that of computation, once an optimizer step.
+    """Weights are cast to `dtype`, the dtype of computation, once an optimizer step.
 
     `float32_gradients` keeps the gradients of projection kernels in float32 until they are added
     up; see `Weight`. It is for one device, because several devices send gradients in `dtype`. It is
@@ -125,7 +125,7 @@ class CastAhead:
 
 
 def stays_float32(path: Any) -> bool:
-    """Whether the parameter at this path of keys is float32 in every dtype of computation."""
+    """True if the parameter at this path of keys is float32 in every dtype of computation."""
     # A norm is divided by the float32 norm of a module: rounded, it would scale the output. The
     # steps of a balance bias are smaller than what bfloat16 resolves. Decays go through exp twice.
     return bool(path) and getattr(path[-1], "key", "") in (MAGNITUDE, BALANCE, *DECAY)

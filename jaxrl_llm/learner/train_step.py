@@ -48,7 +48,7 @@ class Base:
     params: Params
     lora: Lora
     dtype: str
-    key: Array | None = None  # of dropout, for the role and the run
+    key: Array | None = None  # key of dropout, for the role and the run
 
     def with_dropout(self, params: Params, step: int | Array, index: int | Array) -> Params:
         """`params` for one micro-batch: with the key of its dropout, if there is any."""
@@ -58,7 +58,7 @@ class Base:
         return params | {DROPOUT: key}
 
     def of_step(self, own: Params) -> Params:
-        """What an optimizer step joins `own` to: merged with it, where the adapters merge."""
+        """The parameters that an optimizer step joins `own` to, merged where the adapters merge."""
         if not self.lora.merges_updates:
             return cast(self.params, self.dtype)
         return cast(merged_ahead(join(self.params, own), self.lora, self.dtype), self.dtype)
@@ -182,12 +182,12 @@ def accumulate(
         computed = _computed(params, cast_ahead, several=several)
         each = _Sums(loss, parts, computed, fixed, step, base=base, measure=measure)
         if isinstance(parts.num, int) and parts.num == 1:
-            found = each.add(0, None)
+            sums_and_samples = each.add(0, None)
         else:
             first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
             with jax.named_scope(MICRO_BATCHES):
-                found = jax.lax.fori_loop(0, parts.num, each.add, first)
-        (grads, metrics), collected = found
+                sums_and_samples = jax.lax.fori_loop(0, parts.num, each.add, first)
+        (grads, metrics), collected = sums_and_samples
     samples = parts.samples(collected)
     metrics["row_use"] = micro_batches.row_use(batch)
     if LARGEST_PART in metrics:
@@ -237,12 +237,12 @@ class _Sums:
         part = self.parts.at(index)
         if self.base is None:
             gradient = jax.value_and_grad(self.loss, has_aux=True)
-            (value, found), grads = gradient(self.computed, part)
+            (value, aux), grads = gradient(self.computed, part)
         else:
             fixed = self.base.with_dropout(self.fixed, self.step, index)
             gradient = jax.value_and_grad(self.joined_loss, has_aux=True)
-            (value, found), grads = gradient(self.computed, fixed, part)
-        metrics, samples = (found, ()) if self.measure is None else found
+            (value, aux), grads = gradient(self.computed, fixed, part)
+        metrics, samples = (aux, ()) if self.measure is None else aux
         metrics = metrics | {"loss": value, "micro_batches": jnp.float32(1)}
         sums = (_in_float32(grads), metrics)
         if total is None:
@@ -250,11 +250,11 @@ class _Sums:
         return jax.tree.map(jnp.add, total[0], sums), self.parts.put(total[1], samples, index)
 
     def joined_loss(self, own: Params, fixed: Params, part: Fields) -> tuple[Array, Any]:
-        """The loss of the parameters that learn, joined to those of the base."""
+        """The loss of the parameters that learn, joined to the base."""
         return self.loss(join(fixed, own), part)
 
     def first(self, shapes: Any) -> Any:
-        """The total of no micro-batch; `shapes` are those of one."""
+        """A total of zeros; `shapes` are the results of one micro-batch."""
         sums, samples = shapes
         return zeros_of(sums), self.parts.empty(samples)
 

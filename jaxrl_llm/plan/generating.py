@@ -59,7 +59,7 @@ class Generation:
         settings: GenerationSettings,
         *,
         limits: jax.Array | None = None,
-        alone: Samples | None = None,
+        continued: Samples | None = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
         spec, params = sampling_model(role.spec, params_of(state), self.dtype)
@@ -74,7 +74,7 @@ class Generation:
             layout=role.generation,
             stored=role.layout,
             limits_N=limits,
-            alone=alone,
+            continued=continued,
         )
 
     def tails(self, role: Role) -> int:
@@ -318,11 +318,11 @@ class ContinueResponses(ModelStage):
             fields["sample_ids"],
             replace(settings, num_slots=slots),
             limits=jnp.full(new_lengths.shape, parts.limit(version, step, longest)),
-            alone=Samples(*stacked),
+            continued=Samples(*stacked),
         )
-        assert out.alone is not None
+        assert out.continued is not None
         new = _responses(out, version)
-        after = append(flat, jax.tree.map(_rows, _responses(out.alone, version)))
+        after = append(flat, jax.tree.map(_rows, _responses(out.continued, version)))
         left = are_unfinished(after, lengths, sampling) & (steps > 0)
         metrics = {
             UNFINISHED: are_unfinished(new, new_lengths, sampling).sum(),
@@ -339,13 +339,14 @@ class ContinueResponses(ModelStage):
 
     def _routes(self, out: GenerationOutput, fields: dict[str, Any]) -> dict[str, Any]:
         """The experts of the new responses, and of those that went on."""
-        assert out.routes is not None and out.alone is not None and out.alone.routes is not None
+        assert out.routes is not None
+        assert out.continued is not None and out.continued.routes is not None
         new_lengths, older = fields["prompt_lengths"], fields[OLDER + ROUTES]
         sizes = {"prompt": fields["prompts"].shape[1], "response": out.tokens.shape[1]}
         none = jnp.zeros_like(new_lengths)
         begun = _rows(fields[OLDER + "response_lengths"])
         lengths = _rows(fields[OLDER + "prompt_lengths"])
-        added = routes_in_place(_rows(out.alone.routes), lengths, begun, **sizes)
+        added = routes_in_place(_rows(out.continued.routes), lengths, begun, **sizes)
         return {
             ROUTES: routes_in_place(out.routes, new_lengths, none, **sizes),
             OLDER + ROUTES: join_routes(_rows(older), added).reshape(older.shape),

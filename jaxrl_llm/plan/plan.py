@@ -18,9 +18,9 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.kl import KLController
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import replicated
+from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.plan.dataflow import BatchFields
 from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.models import ModelSource

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, OptimizerConfig
-from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.layout import (
     Layout,
     constrained,
@@ -22,6 +21,7 @@ from jaxrl_llm.distributed.layout import (
 )
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
+from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.hopper import on_gpu

@@ -178,7 +178,7 @@ def _model_scores(
     return micro_batches.join_counted(forward, samples)
 
 
-class Answers(NamedTuple):
+class HostResponses(NamedTuple):
     """Generated responses on the host, one a row, as numpy arrays."""
 
     responses: np.ndarray  # [N, R]
@@ -196,7 +196,7 @@ class HostReward(ABC):
 
     @abstractmethod
     def score(
-        self, context: StepContext, step: int, answers: Answers
+        self, context: StepContext, step: int, answers: HostResponses
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores of the rows given [N], the parts [N, K] and metrics."""
 
@@ -205,7 +205,7 @@ class HostReward(ABC):
         return np.zeros(shape, np.float32)
 
     @abstractmethod
-    def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
+    def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
         """Scores [N] of greedy answers: those to the prompts whose first sample is given."""
 
 
@@ -217,13 +217,13 @@ class ArrayReward(HostReward):
     names: tuple[str, ...] = ("score",)
 
     def score(
-        self, context: StepContext, step: int, answers: Answers
+        self, context: StepContext, step: int, answers: HostResponses
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """The scores, which are also the one part."""
         scores = self.fn(answers.responses, answers.lengths).astype(np.float32)
         return scores, scores[:, None], {}
 
-    def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
+    def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
         """Scores."""
         return self.fn(answers.responses, answers.lengths).astype(np.float32)
 
@@ -265,7 +265,7 @@ class FunctionScores(Stage):
         response_lengths: np.ndarray,
         rollout_logprobs: np.ndarray,
     ) -> StageOutput:
-        answers = Answers(responses, response_lengths, rollout_logprobs)
+        answers = HostResponses(responses, response_lengths, rollout_logprobs)
         scores, parts, metrics = self.reward.score(context, step, answers)
         written = [scores, parts]
         if STEP_REWARDS in self.writes:
@@ -317,7 +317,9 @@ class FunctionScoresOfGreedy(Stage):
         greedy_logprobs: np.ndarray,
     ) -> StageOutput:
         first = sample_ids % self.group == 0  # the answer stands on the first sample of a group
-        answers = Answers(greedy_responses[first], greedy_lengths[first], greedy_logprobs[first])
+        answers = HostResponses(
+            greedy_responses[first], greedy_lengths[first], greedy_logprobs[first]
+        )
         scores = self.reward.greedy(context, step, answers)
         # One number a prompt. The other samples of a group may lie on another host.
         pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))

@@ -25,9 +25,9 @@ from jaxrl_llm.checkpoint.peft import (
 )
 from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError
-from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.sharding import shardings
+from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import (
     ModelSpec,

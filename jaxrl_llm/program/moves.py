@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.crossing import moved
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.distributed.transfer import moved
 
 
 class Moves:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.distributed.crossing import call, results_elsewhere, spread, takes_part
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     compile_together,
@@ -28,6 +27,7 @@ from jaxrl_llm.distributed.multihost import (
     place_owned,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.distributed.transfer import call, results_elsewhere, spread, takes_part
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.program.ahead import CompileJob, Compilers
 from jaxrl_llm.program.chain import Chain, job_of, programs_of, setting_of

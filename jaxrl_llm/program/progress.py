@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.distributed.crossing import takes_part
+from jaxrl_llm.distributed.transfer import takes_part
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.program.guards import memory_guard
 from jaxrl_llm.program.segment import Segment

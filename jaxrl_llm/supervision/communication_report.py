@@ -13,9 +13,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm.distributed.communication import Collective, Row, Totals, collectives, table
-from jaxrl_llm.distributed.crossing import takes_part
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.distributed.transfer import takes_part
 from jaxrl_llm.observability import profile
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.program.program import Program

@@ -39,7 +39,6 @@ from jaxrl_llm.data.run_data import (
     train_sources,
 )
 from jaxrl_llm.data.share import digest
-from jaxrl_llm.distributed.crossing import call
 from jaxrl_llm.distributed.multihost import (
     HostRows,
     fetch,
@@ -49,6 +48,7 @@ from jaxrl_llm.distributed.multihost import (
     place_held,
 )
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.observability.metrics import repeated_share
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN

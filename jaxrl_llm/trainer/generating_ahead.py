@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config
-from jaxrl_llm.distributed import crossing
+from jaxrl_llm.distributed import transfer
 from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.partial_responses import NO_VERSION
@@ -304,7 +304,7 @@ class AheadBatches(PromptBatches):
         (only,), segments, timer = each.rounds, iteration.generating, Timer()
         there = batch_sharding(iteration.program.mesh_of(segments[0]))
         names = sorted({name for segment in segments for name in segment.reads})
-        reads = {name: crossing.moved(only.batch[name], there) for name in names}
+        reads = {name: transfer.moved(only.batch[name], there) for name in names}
         run = partial(iteration.program.run, segments=segments, stay=True)
         batch = only.batch.replace(**reads)
         self._under_way = UnderWay(
@@ -325,7 +325,7 @@ class AheadBatches(PromptBatches):
         with timer(WAITING_FOR_ROLLOUT):
             _, batch, found = way.generated.result()
             names = [name for stage in stages for name in stage.writes]
-            writes = {name: crossing.moved(batch[name], here) for name in names}
+            writes = {name: transfer.moved(batch[name], here) for name in names}
             way.iteration.program.share_times(way.timer)
         for name, seconds in way.timer.timings().items():
             way.each.timer.add(name, seconds)

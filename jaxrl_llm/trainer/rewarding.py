@@ -13,7 +13,7 @@ from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.plan.models import stops_of
-from jaxrl_llm.plan.scores import Answers, HostReward
+from jaxrl_llm.plan.scores import HostResponses, HostReward
 from jaxrl_llm.program.stage import StepContext
 from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
@@ -60,7 +60,7 @@ class RewardFunctions(HostReward):
         return self.manager.names
 
     def score(
-        self, context: StepContext, step: int, answers: Answers
+        self, context: StepContext, step: int, answers: HostResponses
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows.
 
@@ -94,7 +94,7 @@ class RewardFunctions(HostReward):
             )
         return reward.scores, columns, statistics.metrics()
 
-    def greedy(self, context: StepContext, step: int, answers: Answers) -> np.ndarray:
+    def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
         """Scores of the greedy answers to the prompts whose first sample is owned, float32."""
         owned = context.rows.owned
         prompts = context.prompts_of(owned[owned % context.n == 0])
@@ -113,7 +113,7 @@ class RewardFunctions(HostReward):
                 np.add.at(found[row], places, weight * np.array(steps.scores, np.float32))
         return found
 
-    def _completions(self, answers: Answers) -> list[Completion]:
+    def _completions(self, answers: HostResponses) -> list[Completion]:
         return completions_of(self.tokenizer, self.stops, *answers)
 
 

@@ -24,9 +24,9 @@ from jaxrl_llm.checkpoint.layout import OPTIMIZER
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.run_data import preference_data, sft_batches
-from jaxrl_llm.distributed.crossing import call, moved
 from jaxrl_llm.distributed.multihost import fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
+from jaxrl_llm.distributed.transfer import call, moved
 from jaxrl_llm.evaluation.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast

@@ -62,18 +62,6 @@ def test_rules_give_the_partition_spec():
     assert partition_spec((), TRAIN_RULES) == PartitionSpec()
 
 
-def test_rules_refuse_a_collision_and_an_unknown_axis_with_the_remedy():
-    with pytest.raises(ValueError, match=r"'q_heads' and 'mlp' both.*'tensor'.*replace\(mlp=None"):
-        partition_spec(("q_heads", "mlp"), TRAIN_RULES)
-    with pytest.raises(ValueError, match=r"'batch' and 'embed' both.*'pipeline'"):
-        partition_spec(("batch", "embed"), TRAIN_RULES)
-    with pytest.raises(ValueError, match=r"'heads'; the rules know.*'q_heads'.*ShardingRules"):
-        partition_spec(("heads",), TRAIN_RULES)
-    with pytest.raises(TypeError, match="heads"):
-        TRAIN_RULES.replace(heads=None)
-    assert TRAIN_RULES.replace(q_heads=None).mesh_axes("q_heads") == ()
-
-
 def test_every_logical_axis_has_a_rule():
     fields = tuple(field.name for field in dataclasses.fields(TRAIN_RULES))
     assert fields == get_args(LogicalAxis)
@@ -88,8 +76,6 @@ def test_mesh_sizes_are_refused_with_the_remedy():
         check_mesh({"data": 1, "fsdp": 3, "tensor": 3}, 8)
     with pytest.raises(ValueError, match="sequence=4 needs 16 devices.*pipeline=2, .*data=1 fits"):
         check_mesh({"data": 2, "sequence": 4, "pipeline": 2}, 8)
-    with pytest.raises(ValueError, match="1 or more"):
-        check_mesh({"fsdp": 0}, 8)
     with pytest.raises(ValueError, match="with 2 processes every device"):
         check_mesh({"data": 2}, 8, num_processes=2)
 
@@ -113,8 +99,6 @@ def test_an_axis_has_parts_where_a_group_of_devices_ends_inside_it():
     mesh = make_mesh(fsdp=4, tensor=2, cuts=[4])
     assert parts_of(mesh, "fsdp", "tensor") == ("fsdp.0", "fsdp.1", "tensor")
     assert axis_size(mesh, "fsdp") == 4 and num_replicas(mesh) == 4
-    with pytest.raises(ValueError, match="no axis 'stage'"):
-        parts_of(mesh, "stage")
 
 
 def test_shardings_on_a_mesh_and_their_refusals():
@@ -134,11 +118,6 @@ def test_shardings_on_a_mesh_and_their_refusals():
     wide = make_mesh(fsdp=2, tensor=4)
     with pytest.raises(ValueError, match=r"layers/0/q: its dim 'q_heads' of 6.*use tensor of 2"):
         shardings(AXES_TREE, shapes(heads=6), wide, TRAIN_RULES)
-    with pytest.raises(ValueError, match=r"rule for 'embed'.*no axis 'stage'.*Use one of"):
-        shardings(AXES_TREE, shapes(), mesh, TRAIN_RULES.replace(embed="stage"))
-    with pytest.raises(ValueError, match=r"layers/0/norm: 1 logical axes .* name every dim"):
-        bad = {**shapes(), "layers": {"0": {**shapes()["layers"]["0"], "norm": jnp.ones((2, 2))}}}
-        shardings(AXES_TREE, bad, mesh, TRAIN_RULES)
 
 
 def test_layout_switch_is_an_all_gather_over_fsdp_and_its_bytes_are_counted():

@@ -321,7 +321,7 @@ def test_an_export_overwrites_exports_only(checkpoint, exported, tmp_path):
         folder = tmp_path / f"with {name}"
         folder.mkdir()
         (folder / name).write_text("mine")
-        with pytest.raises(ConfigError, match=f"holds a file {name} of no export.*overwrite"):
+        with pytest.raises(ConfigError, match=f"holds {name}, which jaxrl_llm did.*overwrite"):
             export_checkpoint(checkpoint, folder)
         assert [file.name for file in folder.iterdir()] == [name]
     base = shutil.copytree(exported, tmp_path / "base")

@@ -421,25 +421,6 @@ def test_a_float8_rollout_is_near_the_full_one():
     assert f"f8_e4m3fn[12,2,{cache_length(6, 8)},8]" in caches
 
 
-def test_bad_sizes_are_refused():
-    tokens, lengths, ids = prompts(2)
-    for options, word in (
-        ({"num_slots": -1}, "num_slots"),
-        ({"num_slots": 1, "prefill": rows_of(0, P, 1)}, "holds no prompt"),
-        ({"num_slots": 1, "prefill": rows_of(1, P - 1, 1)}, "holds no prompt"),
-        ({"num_slots": 1, "group": 3}, "2 prompts are not groups of 3"),
-        ({"num_slots": 1, "limits_N": (1,)}, "limits"),
-        ({"num_slots": 2, "tail_slots": (2, 1)}, "must fall"),
-        ({"num_slots": 2, "tail_slots": (0,)}, "must fall"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            run(tokens, lengths, ids, **options)
-    with pytest.raises(ValueError, match="prompt lengths"):
-        run(tokens, lengths[:1], ids, num_slots=1)
-    with pytest.raises(ValueError, match="width of 0"):
-        run(tokens[:, :0], lengths, ids, num_slots=1)
-
-
 @pytest.mark.parametrize("cache_tokens", [0, 12, pytest.param(20, marks=pytest.mark.slow), 30])
 def test_tokens_do_not_depend_on_pages(cache_tokens):
     """Pages of five tokens; room for every slot, for one response, and between."""

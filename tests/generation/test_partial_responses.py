@@ -115,14 +115,14 @@ def test_responses_that_go_on_share_slots_with_new_ones(temperature):
     keys = jax.random.split(jax.random.key(8), 3)
     going = jnp.where(jnp.arange(3) == 1, 0, lengths)
     limits, begun = jnp.array([R, R, 2]), jnp.array([1, 0, 2])
-    alone = Samples(older, going, ids, keys, limits, begun)
+    continued = Samples(older, going, ids, keys, limits, begun)
     new = new._replace(limits=jnp.array([1, 2, R, 1, 3, R]))
 
     @jax.jit
     def run(params):
         single = replace(settings, group=1)
         first = generate(
-            spec, params, *alone[:4], single, limits_N=alone.limits, begun_N=alone.begun
+            spec, params, *continued[:4], single, limits_N=continued.limits, begun_N=continued.begun
         )
         second = generate(spec, params, *new[:4], settings, limits_N=new.limits)
         layout = generation_layout(make_mesh(data=1), 2)
@@ -133,22 +133,22 @@ def test_responses_that_go_on_share_slots_with_new_ones(temperature):
             settings,
             layout=layout,
             limits_N=new.limits,
-            alone=jax.tree.map(lambda x: x[:, None], _in_pairs(alone)),
+            continued=jax.tree.map(lambda x: x[:, None], _in_pairs(continued)),
         )
         return first, second, both
 
     first, second, both = jax.tree.map(np.asarray, run(params))
     for name in ("tokens", "mask"):
         np.testing.assert_array_equal(getattr(both, name), getattr(second, name))
-        np.testing.assert_array_equal(getattr(both.alone, name)[:3, 0], getattr(first, name))
-    np.testing.assert_allclose(both.alone.logprobs[:3, 0], first.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(getattr(both.continued, name)[:3, 0], getattr(first, name))
+    np.testing.assert_allclose(both.continued.logprobs[:3, 0], first.logprobs, atol=1e-5)
     assert both.steps[0] < first.steps + second.steps
 
 
-def _in_pairs(alone):
+def _in_pairs(continued):
     """As many rows as there are new ones: the others have no prompt."""
-    return jax.tree.map(lambda x: jnp.concatenate([x, x]), alone)._replace(
-        lengths=jnp.concatenate([alone.lengths, jnp.zeros_like(alone.lengths)])
+    return jax.tree.map(lambda x: jnp.concatenate([x, x]), continued)._replace(
+        lengths=jnp.concatenate([continued.lengths, jnp.zeros_like(continued.lengths)])
     )
 
 

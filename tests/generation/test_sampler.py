@@ -214,25 +214,3 @@ def test_stop_tokens():
     settings = params(stop_token_ids=(3, 7))
     np.testing.assert_array_equal(settings.is_stop(jnp.asarray([3, 4, 7])), [True, False, True])
     np.testing.assert_array_equal(params().is_stop(jnp.asarray([3, 4])), [False, False])
-
-
-@pytest.mark.parametrize(
-    "settings, word",
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
-    ],
-)
-def test_bad_settings_are_refused(settings, word):
-    with pytest.raises(ValueError, match=word):
-        params(**settings)
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        SamplingParams(max_new_tokens=0)
-
-
-def test_other_key_types_are_refused():
-    with pytest.raises(ValueError, match="threefry"):
-        token_keys(jax.random.key(0, impl="rbg"), jnp.arange(2), jnp.arange(2))

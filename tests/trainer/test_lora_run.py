@@ -186,7 +186,7 @@ def test_exports(tmp_path, base, trained):
     theirs.mkdir()
     for name, content in ((WEIGHTS, save({"x": np.zeros(2)})), (CONFIG, b"{}"), (WEIGHTS, b"no")):
         (theirs / name).write_bytes(content)
-        with pytest.raises(ConfigError, match="holds a file adapter_.* of no export of jaxrl_llm"):
+        with pytest.raises(ConfigError, match="holds adapter_.*, which jaxrl_llm did not write"):
             export_checkpoint(last, theirs, adapter=True)
         assert (theirs / name).read_bytes() == content
     with pytest.raises(ConfigError, match="--adapter: all weights of 'actor' learned"):

@@ -167,24 +167,6 @@ def test_records_of_weight_zero_and_padding_change_nothing(name):
     assert_same(gradients(algorithm, filled.replace(**same), Padded()), whole)
 
 
-@pytest.mark.parametrize("constant", ["lengths", "reference", "stopped", "integers"])
-def test_a_loss_without_a_gradient_is_refused(constant):
-    """It would train nothing without a word."""
-
-    def loss(chosen_logprobs, chosen_lengths, reference_chosen_logprobs, rejected_lengths):
-        found = {
-            "lengths": chosen_lengths - rejected_lengths,
-            "reference": reference_chosen_logprobs,
-            "stopped": jax.lax.stop_gradient(chosen_logprobs),
-            "integers": chosen_logprobs.astype(jnp.int32),
-        }
-        return found[constant], {}
-
-    algorithm = OfflineAlgorithm(loss=loss)
-    with pytest.raises(ValueError, match="no gradient, .*must depend on chosen_logprobs or "):
-        gradients(algorithm, make_batch(algorithm), Padded())
-
-
 def test_a_metric_without_a_name_is_refused():
     def loss(chosen_logprobs, rejected_logprobs):
         return rejected_logprobs - chosen_logprobs, {" ": chosen_logprobs}

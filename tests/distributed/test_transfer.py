@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed import crossing
-from jaxrl_llm.distributed.crossing import in_pieces, spread, takes_part, without_data
+from jaxrl_llm.distributed import transfer
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
+from jaxrl_llm.distributed.transfer import in_pieces, spread, takes_part, without_data
 
 ARRAYS = {
     "floats": np.arange(12 * 7, dtype=np.float32).reshape(12, 7),
@@ -50,13 +50,13 @@ def test_an_array_arrives_in_the_layout_that_is_asked_for():
 
 def test_each_byte_crosses_once(monkeypatch):
     sent = []
-    whole = crossing._permutation
+    whole = transfer._permutation
 
     def counted(union, pairs):
         sent.extend(pairs)
         return whole(union, pairs)
 
-    monkeypatch.setattr(crossing, "_permutation", counted)
+    monkeypatch.setattr(transfer, "_permutation", counted)
     x = make_global(ARRAYS["floats"], NamedSharding(group(0, 2), PartitionSpec("fsdp")))
     in_pieces(x, NamedSharding(group(2, 6), PartitionSpec()))  # six copies of it
     assert len(sent) == len(set(sent)) == 6  # of a sixth each

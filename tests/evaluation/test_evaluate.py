@@ -113,7 +113,7 @@ def test_answers_that_could_not_be_graded_are_counted(tmp_path, monkeypatch):
     def answers(spec, params, prompts, *_, **__):
         shape = (len(prompts), 5)
         zeros = jnp.zeros(shape)
-        return SimpleNamespace(tokens=zeros.astype(int), mask=zeros, logprobs=zeros)
+        return SimpleNamespace(tokens=zeros.astype(int), lengths=zeros[:, 0].astype(int), logprobs=zeros)
 
     monkeypatch.setattr(evaluate, "generate_on_mesh", answers)
     config, role = with_rows(tmp_path), open_iteration(tiny_config()).roles["actor"]

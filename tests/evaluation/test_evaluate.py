@@ -111,9 +111,8 @@ def test_answers_that_could_not_be_graded_are_counted(tmp_path, monkeypatch):
     """The second row has no ground truth."""
 
     def answers(spec, params, prompts, *_, **__):
-        shape = (len(prompts), 5)
-        zeros = jnp.zeros(shape)
-        return SimpleNamespace(tokens=zeros.astype(int), lengths=zeros[:, 0].astype(int), logprobs=zeros)
+        none = jnp.zeros((len(prompts), 5), int)
+        return SimpleNamespace(tokens=none, lengths=none[:, 0], logprobs=none * 0.0)
 
     monkeypatch.setattr(evaluate, "generate_on_mesh", answers)
     config, role = with_rows(tmp_path), open_iteration(tiny_config()).roles["actor"]

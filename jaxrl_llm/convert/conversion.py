@@ -1,6 +1,5 @@
 """From a command line of another library to a config of ours, key by key."""
 
-import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,13 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxrl_llm.config import Config, ConfigError, load_config
+from jaxrl_llm.config import ChainSum, Config, ConfigError
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.graders import GRADERS
-from jaxrl_llm.config.rules.paths import tracker_fault
+from jaxrl_llm.config.rules.check import OF_THIS_MACHINE, RULES, faults
 from jaxrl_llm.convert.rules import Answer, NoCounterpart, NotNeeded, Ours, Rule, Source
-from jaxrl_llm.data_files import HUB, check_files
-from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name
+from jaxrl_llm.references import is_file
 from jaxrl_llm.typed_records.messages import explain
 from jaxrl_llm.typed_records.record import fields_of, validate
 from jaxrl_llm.typed_records.tree import as_dict
@@ -49,7 +47,7 @@ class Conversion:
     keys: tuple[Converted, ...]
     values: Mapping[str, Any]  # our keys whose values are not our defaults
     notes: tuple[str, ...]  # what to look at before the run
-    missing: tuple[str, ...]  # files and folders that are not on this machine
+    missing: tuple[str, ...]  # files, folders and packages that are not on this machine
 
     def of_kind(self, kind: type) -> list[Converted]:
         return [found for found in self.keys if isinstance(found.answer, kind)]
@@ -64,12 +62,6 @@ class Conversion:
             for name, value in self.values.items()
             if name not in named and not any(is_in(name, answer.part_of) for answer in asked)  # pyright: ignore
         }
-
-    @property
-    def share(self) -> float:
-        """The share of keys that were translated or are not needed."""
-        open_keys = len(self.of_kind(NoCounterpart))
-        return 1 - open_keys / len(self.keys) if self.keys else 1.0
 
 
 def is_in(name: str, key: str) -> bool:
@@ -95,8 +87,7 @@ def convert(source: Source, dialect: Dialect) -> Conversion:
     notes = dialect.finish(source, values)
     _drop_settings(values, answers)
     config = _build(values)
-    missing = _missing(config)
-    load_config(_elsewhere(config))
+    missing = _check(config)
     return Conversion(
         config=config,
         keys=tuple(
@@ -115,8 +106,6 @@ def answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
     if rule is None:
         return NoCounterpart(f"not known here{_nearest_key(key, dialect.table)}")
     if isinstance(rule, str):
-        if isinstance(value, bool) and _is_number(rule):
-            raise ConfigError(f"{key}={value}: expected a number")
         return Ours({rule: value})
     if isinstance(rule, NotNeeded | NoCounterpart):
         return rule
@@ -128,22 +117,10 @@ def answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
         raise ConfigError(f"{key}={value}: cannot be read: {error}") from None
 
 
-def _is_number(ours: str) -> bool:
-    """Whether the default of one of our keys is a number."""
-    default: Any = Config()
-    for part in ours.split("."):
-        default = getattr(default, part, None)
-    return isinstance(default, int | float) and not isinstance(default, bool)
-
-
 def _nearest_key(key: str, table: Mapping[str, Rule]) -> str:
     """The key that differs by a slip of the pen, if there is one."""
-    last = key.rpartition(".")[2]
-    for found in difflib.get_close_matches(key, table, n=8, cutoff=0.75):
-        end = found.removesuffix(".*").rpartition(".")[2]
-        if difflib.SequenceMatcher(None, last, end).ratio() >= 0.7:
-            return f"; did you mean {found.removesuffix('.*')}?"
-    return ""
+    near = difflib.get_close_matches(key, table, n=1, cutoff=0.93)
+    return f"; did you mean {near[0].removesuffix('.*')}?" if near else ""
 
 
 def rule_of(key: str, table: Mapping[str, Rule]) -> Rule | None:
@@ -222,89 +199,16 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
     return {name: as_dict(value) for name, value in given.items()}
 
 
-# ------------------------------------------------------------------------- what is elsewhere
-
-ELSEWHERE = "other/machine"
+# ------------------------------------------------------------------------- the check
 
 
-def _missing(config: Config) -> list[str]:
-    """Files and folders of the config that are not here."""
-    found = [path for path in _models(config).values() if path and not _is_here(path)]
-    for file in (*config.data.train_files, *config.data.val_files):
-        try:
-            check_files(file)
-        except ValueError as error:
-            found.append(str(error) if file.startswith(HUB) else file)
-    for name in config.log.trackers:
-        if tracker_fault(name):
-            found.append(f"the package of {name}: pip install 'jaxrl_llm[{name}]'")
-    found += [path for path in _functions(config) if not _function_is_here(path)]
-    return list(dict.fromkeys(found))
-
-
-def _is_here(path: str) -> bool:
-    return is_folder(path) or is_hub_name(path)
-
-
-def _function_is_here(path: str) -> bool:
-    if ":" not in path:
-        return True
-    try:
-        check_path(path)
-    except ValueError:
-        return False
-    return True
-
-
-def _functions(config: Config) -> list[str]:
-    own = [getattr(function, "path", "") for function in config.reward.functions]
-    graders = [getattr(config.validation.grader, "path", "")]
-    return [path for path in (*own, *graders, config.data.dataset_class) if ":" in path]
-
-
-def _models(config: Config) -> dict[str, str]:
-    paths = {"actor": config.actor.path, "critic": config.critic.path}
-    for name, model in (("reward.model", config.reward.model), ("teacher", config.teacher)):
-        if model is not None:
-            paths[name] = model.path
-    return paths
-
-
-def _elsewhere(config: Config) -> Config:
-    """The config as a machine with all its files would see it, for a check of everything else."""
-    here = config
-    for name, path in _models(config).items():
-        if path and not _is_here(path):
-            here = _with_path(here, name)
-    data = replace(here.data, train_files=(), val_files=(), dataset_class="", train_tasks=())
-    tasks = validate(type(data), as_dict(data) | {"train_tasks": ["chain_sum"]})
-    reward = here.reward
-    gone = [f for f in reward.functions if not _function_is_here(getattr(f, "path", ""))]
-    if gone:
-        kept = tuple(f for f in reward.functions if f not in gone)
-        plain = Config().validation.grader
-        reward = replace(reward, functions=(*kept, *(plain for _ in gone)))
-    validation = replace(here.validation, grader=Config().validation.grader)
-    adapter = here.actor.lora
-    if adapter.path and not is_folder(adapter.path):
-        here = replace(here, actor=replace(here.actor, lora=replace(adapter, path="", rank=1)))
-    return replace(here, data=tasks, reward=reward, validation=validation, log=_quiet(here))
-
-
-def _quiet(config: Config) -> Any:
-    return replace(config.log, trackers=())
-
-
-def _with_path(config: Config, name: str) -> Config:
-    """The config whose model `name` has a hub's name in place of a folder that is not here."""
-    first, *rest = name.split(".")
-    owner: Any = getattr(config, first)
-    if rest:
-        inner = replace(getattr(owner, rest[0]), path=ELSEWHERE)
-        changed = dataclasses.replace(owner, **{rest[0]: inner})
-    else:
-        changed = dataclasses.replace(owner, path=ELSEWHERE)
-    return dataclasses.replace(config, **{first: changed})
+def _check(config: Config) -> list[str]:
+    """Faults that the files of another machine would mend. Raises: ConfigError for any other."""
+    if not (config.data.train_files or config.data.dataset_class):  # a note says so
+        config = replace(config, data=replace(config.data, train_tasks=(ChainSum(),)))
+    for fault in faults(config, [rule for rule in RULES if rule not in OF_THIS_MACHINE]):
+        raise ConfigError(fault)
+    return list(faults(config, OF_THIS_MACHINE))
 
 
 def rows_of(files: Iterable[str]) -> int:

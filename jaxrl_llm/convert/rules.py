@@ -39,7 +39,6 @@ class NoCounterpart:
     remedy: str
 
 
-MOST = 10**9  # no size of a run is larger
 Answer = Ours | NotNeeded | NoCounterpart
 Rule = str | NotNeeded | NoCounterpart | Callable[[Any, "Source"], Answer]
 
@@ -63,14 +62,12 @@ class Source:
         return None
 
     def number(self, *keys: str) -> float:
-        """The same as a number; 0 where there is none. Raises ConfigError for another value."""
+        """The same as a number; 0 where there is none. Raises: ConfigError for another value."""
         value = self.get(*keys)
         if value is None:
             return 0
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{keys[0]}={value}: expected a number")
-        if not abs(value) <= MOST:
-            raise ConfigError(f"{keys[0]}={value}: expected a number up to {MOST:,}")
         return value
 
     def whole(self, *keys: str) -> int:

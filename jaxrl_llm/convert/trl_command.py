@@ -1,40 +1,30 @@
 """A TRL command line as keys and values."""
 
-import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.convert.conversion import Conversion, convert, rows_of
 from jaxrl_llm.convert.rules import Source
-from jaxrl_llm.convert.shell import read_command, remedy, unknown_in
 from jaxrl_llm.convert.trl import TRL
 from jaxrl_llm.convert.trl_keys import COMMON_DEFAULTS, DEFAULTS, SCRIPTS, TRAINERS
 from jaxrl_llm.convert.values import value_of
 from jaxrl_llm.references import nearest
 
 OTHERS = {"online", "vlm", "agent"}  # scripts of a trainer whose data are of another kind
-LAUNCHERS = ("python", "python3", "accelerate", "torchrun", "trl", "uv")
 
 
-def convert_trl(
-    script: str,
-    environment: Mapping[str, str],
-    *,
-    arguments: Sequence[str] = (),
-    rows: int = 0,
-    devices: int = 0,
-) -> Conversion:
-    """The run of a TRL command line, or of a script that holds one.
+def convert_trl(words: Sequence[str], *, rows: int = 0, devices: int = 0) -> Conversion:
+    """The run of a TRL command line.
 
-    `rows` are those of the training data, and `devices` the processes, where the text does not say
-    so. Raises: ConfigError.
+    `rows` of the training data and `devices`, its processes, count where the words do not say them.
+    Raises: ConfigError.
     """
-    words = read_command(script, _is_ours, environment, arguments)
     at = _entry(words)
-    assert at is not None
+    if at is None:
+        raise ConfigError("it has no command of TRL, such as `trl grpo` or `python grpo.py`")
     trainer = _trainer(words[at])
     given = _settings(words[at + 1 :])
     processes = given.pop("num_processes", None) or _flag(words[:at], "num_processes")
@@ -50,10 +40,6 @@ def convert_trl(
         trainer=trainer,
     )
     return convert(source, TRL)
-
-
-def _is_ours(words: list[str]) -> bool:
-    return bool(words) and Path(words[0]).name in LAUNCHERS and _entry(words) is not None
 
 
 def _entry(words: Sequence[str]) -> int | None:
@@ -83,24 +69,22 @@ def _trainer(word: str) -> str:
 def _settings(words: Sequence[str]) -> dict[str, Any]:
     """--key value ..., --key=value, and --key alone, which is true.
 
-    Raises: ConfigError for a word without a key, and for a value that is not known.
+    Raises: ConfigError for a word without a key.
     """
-    found: dict[str, list[Any]] = {}
+    settings: dict[str, list[Any]] = {}
     key = ""
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, text = word[2:].partition("=")
             key = name.replace("-", "_")
-            found[key] = []
+            settings[key] = []
             if not equals:
                 continue
             word = text
         if not key:
             raise ConfigError(f"{word!r} has no key before it: TRL takes --key value")
-        if unknown := unknown_in(word):
-            raise ConfigError(f"{key}: {unknown[0]} is not known. {remedy(unknown[0])}")
-        found[key].append(value_of(word))
-    return {key: _one(values) for key, values in found.items()}
+        settings[key].append(value_of(word))
+    return {key: _one(values) for key, values in settings.items()}
 
 
 def _one(values: list[Any]) -> Any:
@@ -127,18 +111,9 @@ def _flag(words: Sequence[str], name: str) -> int:
 
 
 def _yaml(file: Path) -> dict[str, Any]:
-    """The keys of TRL's --config file. Raises: ConfigError without a YAML reader or file."""
-    if importlib.util.find_spec("yaml") is None:
-        raise ConfigError(f"{file} is YAML, and PyYAML is not installed: pip install pyyaml")
-    if not file.is_file():
-        raise ConfigError(f"the file {file} does not exist")
+    """The keys of TRL's --config file."""
     import yaml
 
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds no keys")
-    found.pop("env", None)
-    return {str(key): value_of(v) if isinstance(v, str) else v for key, v in found.items()}
+    keys = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys.pop("env", None)
+    return {str(key): value_of(v) if isinstance(v, str) else v for key, v in keys.items()}

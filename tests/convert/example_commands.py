@@ -1,7 +1,6 @@
 """Command lines of verl's and TRL's examples, made of the keys and values in the JSON files."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,24 @@ VERL: list[dict[str, Any]] = json.loads((FOLDER / "verl_keys.json").read_text())
 TRL: list[dict[str, Any]] = json.loads((FOLDER / "trl_keys.json").read_text())["examples"]
 
 
-def verl_line(example: dict[str, Any]) -> str:
+def verl_words(example: dict[str, Any]) -> list[str]:
     words = [f"{key}={value}" for key, value in example["keys"].items()]
     launcher = ["torchrun", *example["launch"]] if example["launch"] else ["python3"]
-    return shlex.join([*launcher, "-m", example["module"], *words])
+    return [*launcher, "-m", example["module"], *words]
 
 
-def trl_line(example: dict[str, Any]) -> str:
+def trl_words(example: dict[str, Any]) -> list[str]:
     words = [word for key, *values in example["keys"] for word in (f"--{key}", *values)]
-    return shlex.join([*example["launch"], example["name"], *words])
+    return [*example["launch"], example["name"], *words]
 
 
 def from_verl(name: str, *, commit: str = "", rows: int = 0, devices: int = 0) -> Conversion:
     """The conversion of an example by its name, of two verl versions the one given."""
     (example,) = (e for e in VERL if e["name"] == name and e["commit"].startswith(commit))
-    return convert_verl(verl_line(example), {}, rows=rows, devices=devices)
+    return convert_verl(verl_words(example), rows=rows, devices=devices)
 
 
 def from_trl(name: str, *, rows: int = 0, devices: int = 0) -> Conversion:
     """The conversion of the first example of a script."""
     example = next(e for e in TRL if e["name"].endswith(name))
-    return convert_trl(trl_line(example), {}, rows=rows, devices=devices)
+    return convert_trl(trl_words(example), rows=rows, devices=devices)

@@ -4,8 +4,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from example_commands import TRL, VERL, trl_line, verl_line
+from example_commands import TRL, VERL, trl_words, verl_words
 
+from jaxrl_llm.convert.command_words import command_words
 from jaxrl_llm.convert.conversion import Conversion
 from jaxrl_llm.convert.rules import NoCounterpart, NotNeeded, Ours
 from jaxrl_llm.convert.trl_command import convert_trl
@@ -25,7 +26,7 @@ def rows_of_verl() -> list[str]:
     return [
         row(
             f"`{example['name']}` | {versions[example['commit'][:4]]}",
-            convert_verl(verl_line(example), {}, rows=7473),
+            convert_verl(verl_words(example), rows=7473),
         )
         for example in VERL
     ]
@@ -37,7 +38,7 @@ def rows_of_trl() -> list[str]:
     for example in TRL:
         seen[example["name"]] += 1
         again = f" ({seen[example['name']]})" if seen[example["name"]] > 1 else ""
-        conversion = convert_trl(trl_line(example), {}, rows=10_000, devices=8)
+        conversion = convert_trl(trl_words(example), rows=10_000, devices=8)
         found.append(row(f"`{example['name']}`{again}", conversion))
     return found
 
@@ -55,5 +56,6 @@ def test_the_table_of_examples_is_current(page, rows):
 def test_the_config_of_the_page_is_that_of_its_command(page, convert):
     text = (DOCS / f"{page}.md").read_text().split("## The same run there and here")[1]
     command, python = text.split("```")[1], text.split("```python\n")[1].split("```")[0]
-    made = python_file(convert(command, {"HOME": "/home/user"}, rows=7473).config, "")
+    words = command_words(command, {"HOME": "/home/user"})
+    made = python_file(convert(words, rows=7473).config, "")
     assert python == made[made.index("def get_config") :]

@@ -1,7 +1,7 @@
 """TRL's own scripts: nearly all keys are known, sizes and schedules are those worked out here."""
 
 import pytest
-from example_commands import TRL, from_trl, trl_line
+from example_commands import TRL, from_trl, trl_words
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.conversion import Conversion
@@ -13,21 +13,22 @@ KNOWN = [example for example in TRL if not example["name"].endswith("/sft.py")]
 
 
 def converted(command: str, rows: int = 0, devices: int = 0) -> Conversion:
-    return convert_trl(command, {}, rows=rows, devices=devices)
+    return convert_trl(command.split(), rows=rows, devices=devices)
 
 
 @pytest.mark.parametrize("example", KNOWN, ids=lambda e: e["name"])
 def test_nine_of_ten_keys_of_an_example_are_known(example):
-    found = converted(trl_line(example), rows=10_000, devices=8)
+    found = convert_trl(trl_words(example), rows=10_000, devices=8)
     assert len(found.keys) == len(example["keys"])
-    assert found.share >= 0.9, [k.key for k in found.of_kind(NoCounterpart)]
+    open_keys = [k.key for k in found.of_kind(NoCounterpart)]
+    assert len(open_keys) <= 0.1 * len(found.keys), open_keys
 
 
 def test_what_is_open_in_the_sft_script():
     """Two of its twelve keys; nine of ten over all scripts are known."""
     found = from_trl("scripts/sft.py", rows=10_000)
     assert [k.key for k in found.of_kind(NoCounterpart)] == ["eos_token", "push_to_hub"]
-    every = [converted(trl_line(example), rows=10_000, devices=8) for example in TRL]
+    every = [convert_trl(trl_words(example), rows=10_000, devices=8) for example in TRL]
     open_keys = sum(len(f.of_kind(NoCounterpart)) for f in every)
     assert open_keys <= 0.1 * sum(len(f.keys) for f in every)
 
@@ -145,8 +146,6 @@ def test_a_yaml_file_gives_keys_that_the_line_overrides(tmp_path):
     config = converted(f"trl dpo --config {file} --beta 0.2").config
     assert isinstance(config.algorithm, c.DPO) and config.algorithm.beta == 0.2
     assert config.actor.optimizer.learning_rate == 1e-4
-    with pytest.raises(c.ConfigError, match="no.yaml does not exist"):
-        converted("trl dpo --config no.yaml")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_a_yaml_file_gives_keys_that_the_line_overrides(tmp_path):
         (GRPO + "--reward_funcs mine", "give a path such as my_rewards.mine"),
         (GRPO + "--logging_steps often", "logging_steps=often: cannot be read"),
         ("trl dpo words", "'words' has no key before it"),
-        ("make run", "no command of the library is in it"),
+        ("make run", "it has no command of TRL"),
     ],
 )
 def test_bad_input_names_the_remedy(command, message):

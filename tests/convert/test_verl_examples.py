@@ -3,27 +3,28 @@
 import json
 
 import pytest
-from example_commands import FOLDER, VERL, from_verl, verl_line
+from example_commands import FOLDER, VERL, from_verl, verl_words
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.conversion import Conversion
 from jaxrl_llm.convert.rules import NoCounterpart, NotNeeded
 from jaxrl_llm.convert.verl_command import convert_verl
 
-LEAST = 0.9
+MOST_OPEN = 0.1  # share of keys
 RL = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k.parquet "
 MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-8B "
 
 
 def converted(more: str = "", rows: int = 0, devices: int = 0) -> Conversion:
-    return convert_verl(RL + MODEL + more, {}, rows=rows, devices=devices)
+    return convert_verl((RL + MODEL + more).split(), rows=rows, devices=devices)
 
 
 @pytest.mark.parametrize("example", VERL, ids=lambda e: e["name"])
 def test_nine_of_ten_keys_of_an_example_are_known(example):
-    found = convert_verl(verl_line(example), {}, rows=7473)
+    found = convert_verl(verl_words(example), rows=7473)
     assert len(found.keys) == len(example["keys"])
-    assert found.share >= LEAST, [k.key for k in found.of_kind(NoCounterpart)]
+    open_keys = [k.key for k in found.of_kind(NoCounterpart)]
+    assert len(open_keys) <= MOST_OPEN * len(found.keys), open_keys
 
 
 def test_the_examples_are_as_many_as_the_page_says():
@@ -86,7 +87,7 @@ def test_a_reward_model_and_both_warm_ups():
     assert config.total_steps == 14 * 15
     assert config.actor.optimizer.warmup_steps == 21 * 4
     assert config.critic.optimizer.warmup_steps == 10 * 4
-    assert "/home/user/models/Qwen2-7B-Instruct" in found.missing
+    assert any("=/home/user/models/Qwen2-7B-Instruct: " in fault for fault in found.missing)
 
 
 def test_grpo_of_the_newest_version():
@@ -215,7 +216,6 @@ def test_an_unlisted_pair_says_that_its_clip_is_lost():
         ("algorithm.adv_estimator=mine", "mine with policy_loss.loss_mode=vanilla has no"),
         ("data.train_batch_size=many", "data.train_batch_size=many: expected a number"),
         ("data.train_batch_size=0", "data.train_batch_size=0: must be 1 or more"),
-        ("data.train_batch_size=inf", "expected a number up to 1,000,000,000"),
         ("trainer.critic_warmup=inf", "trainer.critic_warmup=inf: cannot be read"),
         ("trainer.save_freq=often", "trainer.save_freq=often: cannot be read"),
         ("data.truncation=up", "config.data.truncation='up': expected one of error"),

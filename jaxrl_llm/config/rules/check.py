@@ -1,7 +1,7 @@
 """The check of a config by all rules in their order, and the rules of no other file."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,21 @@ from jaxrl_llm.typed_records.messages import ConfigError
 from jaxrl_llm.typed_records.record import Record, fields_of
 from jaxrl_llm.typed_records.tree import as_text, every, is_empty, value_at
 
-__all__ = ["check"]
+__all__ = ["OF_THIS_MACHINE", "RULES", "check", "faults"]
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first thing in `config` that cannot work."""
-    for rule in RULES:
+    for fault in faults(config, RULES):
+        raise ConfigError(fault)
+
+
+def faults(config: Config, rules: Sequence[Callable[[Config], Faults]]) -> Iterator[str]:
+    """What some rules say of a config, with keys and values as on a command line."""
+    for rule in rules:
         for fault in rule(config):
             named = re.sub(r"<([\w.-]+)>", partial(_named, config), fault)
-            raise ConfigError(named.replace(NO_KEY, "<"))
+            yield named.replace(NO_KEY, "<")
 
 
 def _named(config: Config, key: re.Match[str]) -> str:
@@ -171,3 +177,5 @@ RULES: tuple[Callable[[Config], Faults], ...] = (
     rewards, bounds, optimizers, correction, sizes.phases_of_mesh, steps, data, models,
     paths.rows, sizes.trainings, paths.folders, paths.functions, paths.trackers,
 )  # fmt: skip
+# Rules about files, folders and packages. They may hold on another machine.
+OF_THIS_MACHINE = (paths.rows, paths.folders, paths.functions, paths.trackers)

@@ -5,14 +5,11 @@ This file imports neither jax nor a data library, so a config can be checked wit
 
 import glob
 import json
-import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from jaxrl_llm.references import exists, nearest_file
 
@@ -24,10 +21,9 @@ KINDS = {
     ".csv": "csv",
 }
 HUB = "hf://"
-MOST_FILES = 100_000  # in a folder of data
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
-SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")  # of the files that a data set is split into
+SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}")  # name of one of the files of a data set
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class HubName:
     """A split of a data set on the Hugging Face hub: hf://OWNER/NAME#SPLIT."""
 
     path: str  # owner/name
-    config: str  # of a data set that has several; "" takes its only one
+    config: str  # configuration of the data set; "" takes its only one
     split: str
 
     def __str__(self) -> str:
@@ -64,9 +60,8 @@ def hub_name(text: str) -> HubName | None:
         )
     if "[" in split:
         raise ValueError(
-            f"{text!r} asks for a part of a split, and only whole splits are read: give "
-            f"#{split.partition('[')[0]}, or write the part with the package datasets, "
-            f"load_dataset(..., split={split!r}).save_to_disk(FOLDER), and give that folder"
+            f"{text!r} asks for a part of a split, and only whole splits are read: write the part "
+            f"with load_dataset(..., split={split!r}).save_to_disk(FOLDER), and give that folder"
         )
     return HubName(path="/".join(parts[:2]), config="".join(parts[2:]), split=split)
 
@@ -93,17 +88,10 @@ def resolve_files(pattern: str) -> list[DataFile]:
     picks one of several splits. No row is read.
 
     Raises:
-        ValueError: nothing is there (with the nearest name), the kind of file is unknown, a folder
-            has several splits and none was picked, or it is a name of the hub.
+        ValueError: nothing is there (with the nearest name), the kind of file is unknown, or a
+            folder has several splits and none was picked.
     """
-    if pattern.startswith(HUB):
-        raise ValueError(
-            f"{pattern!r} is a data set of the hub, and files are asked for here: write it with "
-            "the package datasets, load_dataset(...).save_to_disk(FOLDER), and give that folder"
-        )
     base, _, split = pattern.partition("#")
-    if not base:
-        raise ValueError(f"{pattern!r} names no file: give one, a glob or a folder")
     if exists(pattern):  # a name may contain "#"
         base, split = pattern, ""
     matches = [base] if exists(base) else sorted(glob.glob(base, recursive=True))
@@ -126,22 +114,18 @@ def _file(path: Path) -> DataFile:
             f"{str(path)!r} is not a data file that can be read: its name must end in "
             f"{', '.join(KINDS)}"
         )
-    if not path.is_file():
-        what = "is a link to a file that is not there" if path.is_symlink() else "is no plain file"
-        raise ValueError(f"{str(path)!r} {what}: give the file of the rows")
     return DataFile(path.as_posix(), KINDS[path.suffix])
 
 
 def _folder_files(folder: Path, split: str) -> list[DataFile]:
     if (folder / "dataset_dict.json").is_file():
-        with _described_by(folder / "dataset_dict.json") as found:
-            splits = [str(split) for split in found["splits"]]
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
         return _saved_files(folder / _pick(folder, splits, split))
     if (folder / "state.json").is_file():
         if split:
             raise ValueError(f"{str(folder)!r} is one split: leave out '#{split}'")
         return _saved_files(folder)
-    visible = _visible_files(folder)
+    visible = [path for path in sorted(folder.rglob("*")) if _is_visible(path, folder)]
     # Only the first kind that is there: next to parquet files, a .json file describes the data.
     kinds = [[path for path in visible if path.suffix == suffix] for suffix in KINDS]
     files = next((paths for paths in kinds if paths), None)
@@ -153,55 +137,22 @@ def _folder_files(folder: Path, split: str) -> list[DataFile]:
     if len(by_split) < 2 and not split:
         return [_file(path) for path in files]
     splits = [name for name in by_split if name]
-    if not split and "" in by_split:
-        raise ValueError(
-            f"{str(folder)!r} has files of no split, such as {by_split[''][0].name}, and the split "
-            f"{splits[0]}: give {folder}#{splits[0]}, or the files themselves, {folder}/*"
-            f"{files[0].suffix}"
-        )
     return [_file(path) for path in by_split[_pick(folder, splits, split)]]
 
 
-def _visible_files(folder: Path) -> list[Path]:
-    """The files below a folder, in order; without hidden ones. ValueError for too many."""
-    found: list[Path] = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name[0] != "."]
-        found += [Path(place, name) for name in names if name[0] != "."]
-        if len(found) > MOST_FILES:
-            raise ValueError(
-                f"the folder {str(folder)!r} holds more than {MOST_FILES:,} files: give the folder "
-                "of the data set in it"
-            )
-    return sorted(path for path in found if path.is_file())
+def _is_visible(path: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return not hidden and path.is_file()
 
 
 def _saved_files(folder: Path) -> list[DataFile]:
     """The arrow files of a `save_to_disk` folder, in the order of its state.json."""
-    with _described_by(folder / "state.json") as state:
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
-        indices = state.get("_indices_data_files")
-    if indices:
-        raise ValueError(
-            f"{str(folder)!r} stores an index mapping with its rows: call flatten_indices() "
-            "before save_to_disk()"
-        )
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{str(folder)!r} lacks {file.name!r}, which its state.json names")
-    return [DataFile(file.as_posix(), "arrow") for file in files]
-
-
-@contextmanager
-def _described_by(file: Path) -> Iterator[Any]:
-    """What `save_to_disk` wrote into a file of JSON; ValueError where it is not that."""
-    try:
-        yield json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{str(file)!r} is not as save_to_disk() writes it ({type(error).__name__}: {error}): "
-            "write the folder again"
-        ) from None
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("_indices_data_files"):  # its arrow files hold rows that were not selected
+        raise ValueError(f"{str(folder)!r} holds selected rows: save flatten_indices() of it")
+    return [
+        DataFile((folder / file["filename"]).as_posix(), "arrow") for file in state["_data_files"]
+    ]
 
 
 def _pick(folder: Path, splits: Sequence[str], split: str) -> str:

@@ -3,23 +3,24 @@
 A path is `file.py:name` or `package.module:name`. This is the only place that imports by path.
 """
 
-import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
 import os
 import re
+import subprocess
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Iterable, Mapping
+from os.path import exists
+from os.path import isdir as is_folder
+from os.path import isfile as is_file
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-INSTALLED = {"site-packages", "dist-packages"}  # folders of packages that are not the user's
 HOW = "write 'my_file.py:name' or 'package.module:name'"
 
 
@@ -61,67 +62,14 @@ def file_of(path: str) -> Path | None:
     return next(filter(is_file, files), None)
 
 
-def imported_files(path: str) -> dict[str, Path]:
-    """The files of the modules that the file of `path` imports from its own folder, by module.
-
-    Those that these import belong to it, also inside functions. For a module of a package the
-    folder is that of the package. Imports of computed names are not found. Runs no code.
-    """
-    file, module = file_of(path), split_path(path)[0]
-    if file is None:
-        return {}
-    parts = [] if module.endswith(".py") else module.split(".")
-    file = file.absolute() if parts else file.resolve()
-    root = file.parents[max(0, len(parts) - (file.name != "__init__.py"))]
-    if INSTALLED & {*root.parts}:
-        return {}
-    importlib.invalidate_caches()
-    found: dict[str, Path | None] = {}
-    waiting = [module] if parts else list(_imports(file, ""))
-    while waiting:
-        name = waiting.pop()
-        above = name.rpartition(".")[0]
-        waiting += [above] if above else []
-        if name not in found:
-            found[name] = own = _module_file(name, root)
-            if own is not None:
-                waiting += _imports(own, name if own.name == "__init__.py" else above)
-    file = file.resolve()
-    return {name: own for name, own in sorted(found.items()) if own is not None and own != file}
-
-
-def _imports(file: Path, package: str) -> Iterator[str]:
-    """The modules that a file of `package` may import; some are names in a module."""
+def git_commit(folder: Path) -> str:
+    """The commit that is checked out in `folder`; empty outside of a repository."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return  # nor can it be imported
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) + 1 - node.level]
-            base = ".".join(filter(None, [*(above if node.level else ()), node.module]))
-            yield from (f"{base}.{alias.name}".strip(".") for alias in node.names)
-
-
-def _module_file(name: str, root: Path) -> Path | None:
-    """The file of a module in the folder `root`; None where an import would find another one."""
-    top = name.partition(".")[0]
-    if top in sys.builtin_module_names or top == __package__:
-        return None
-    found = PathFinder.find_spec(top, [*sys.path, str(root)])  # as `load_file` has it
-    own = _file_in(root, top)
-    if found is None or found.origin and not (own and own.samefile(found.origin)):
-        return None
-    return _file_in(root, *name.split("."))
-
-
-def _file_in(root: Path, *parts: str) -> Path | None:
-    """The file of a module that is below `root`; None for a folder without __init__.py too."""
-    place = root.joinpath(*parts)
-    files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
-    return next(map(Path.resolve, filter(is_file, files)), None)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed
+        return ""
+    return result.stdout.strip()
 
 
 def load(path: str) -> Any:
@@ -226,19 +174,6 @@ def check_settings(
             raise ValueError(f"{path} needs the setting {name!r}: give it in settings={{…}}")
 
 
-def exists(path: str | Path) -> bool:
-    """Whether a file or folder is there; False also for a name that no file system takes."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether a folder is there; False also for a name that no file system takes."""
-    return exists(path) and Path(path).is_dir()
-
-
 def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
     """What the user's function at `path` returns. ValueError, with its line, if it fails."""
     try:
@@ -249,20 +184,6 @@ def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: A
         raise ValueError(
             f"{path} failed in {last.filename}, line {last.lineno}: {reason(error)}"
         ) from error
-
-
-def is_utf8(path: str | Path) -> bool:
-    """Whether the whole path is text. Checkpoints and tokenizers are not read in another one."""
-    try:
-        os.path.abspath(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def is_file(path: str | Path) -> bool:
-    """Whether a file is there; False also for a name that no file system takes."""
-    return exists(path) and Path(path).is_file()
 
 
 def is_hub_name(path: str) -> bool:

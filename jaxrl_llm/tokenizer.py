@@ -218,12 +218,6 @@ class HFTokenizer:
                 f"the tokenizer of {self.path!r} names no eos_token, so no response could end: "
                 "set eos_token in its tokenizer_config.json"
             )
-        template = self._tokenizer.chat_template
-        if not isinstance(template, str | dict | None):
-            raise ValueError(
-                f"the chat template of {self.path!r} is a {type(template).__name__}, not a text: "
-                "correct chat_template in its tokenizer_config.json"
-            )
         self.stop_ids = _stop_ids(self.path, self.eos_id)
         self.bos_id = self._find_bos()
         self._chat_variables: dict[str, Any] = {}
@@ -375,8 +369,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         config = folder / "tokenizer_config.json"
         if config.is_file() and _read_object(config).get(CHAR_MARK) == "char":
             return CharTokenizer()
-    else:
-        _refuse_missing_directory(folder)
     return HFTokenizer(path)
 
 
@@ -418,21 +410,6 @@ def check_vocabulary(
                     "this model, or change this id in its tokenizer_config.json, in its "
                     "generation_config.json or in config.rollout.stop_token_ids"
                 )
-
-
-def _refuse_missing_directory(folder: Path) -> None:
-    """Refuse a mistyped directory at once: asking a hub takes many seconds of retries."""
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(folder)) and str(folder)[0] != "."
-    siblings = [entry.name for entry in folder.parent.glob("*") if entry.is_dir()]
-    above = f"{folder.parent}/" if len(folder.parts) > 1 else ""
-    hint = nearest(folder.name, siblings, prefix=above)
-    named_here = folder.parent.is_dir() if above else bool(hint)
-    if is_hub_name and not named_here:
-        return
-    raise ValueError(
-        f"the tokenizer directory {str(folder)!r} does not exist{hint} (give an existing directory "
-        "or 'char'; for a model of that name on a hub, start from another directory)"
-    )
 
 
 def _auto_tokenizer() -> Any:

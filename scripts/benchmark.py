@@ -20,11 +20,9 @@ Flags:
   --window=TOKENS          of attention's dense rows
   --cache=float8           the dtype of attention's decode caches; else bfloat16
   --repeats=3              timed runs
-  --baseline               also measure the peer: cuDNN and XLA, torch, a plain JAX loop, vLLM
+  --baseline               also measure the peer: cuDNN and XLA, torch, vLLM
   --peer_python=PATH       the Python that has the peer's packages; else this one
   --json=FILE              append the JSON lines to FILE as well
-  --store=FILE             write the ratios to the peer into FILE (docs/benchmarks.json)
-  --check=FILE             fail when a ratio is worse than in FILE: 15 % of time, 2 % of memory
   --devices=N              split the CPU into N devices
   --compile_cache=FOLDER   keep compiled programs there, for the next time
   --profile=FOLDER         run each case once more under the profiler: its largest kernels, and the
@@ -32,7 +30,7 @@ Flags:
   --compiler_option=NAME=VALUE   of XLA for the measured programs; may be repeated
   --config.KEY=VALUE       any key of a run's config, e.g. --config.actor.remat=full or
                            --config.mesh.fsdp=4
-The exit code is 1 when a case failed or got worse.
+The exit code is 1 when a case failed.
 """
 
 import contextlib

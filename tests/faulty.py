@@ -60,7 +60,7 @@ def inject(fault: str, step: int, injected: Path) -> None:
         after(CheckpointManager, "save", lambda _, now, *rest: once(now, FAULTS["killed"]))
     else:
         what = FAULTS[fault]
-        after(Training, "begin_step", lambda t: once(t.step if t.clock else -1, what))
+        after(Training, "begin_step", lambda t: once(t.step if t.listeners else -1, what))
 
 
 def before(cls: Any, name: str, note: Callable[..., None]) -> None:

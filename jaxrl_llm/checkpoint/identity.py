@@ -1,12 +1,13 @@
-"""Which models a checkpoint is of: recorded in its loop state, and compared before it is used.
+"""The models of a checkpoint: recorded in its loop state, and compared before it is used.
 
-Weights fit every model of the same shapes. So a checkpoint says what its weights are weights of:
-the config and the dtypes of each model, and the digest of the tokenizer. Package versions, files of
-the user's functions and what else may change are recorded too. They are named when they differ.
+Weights fit every model of the same shapes. So a checkpoint records the config and the dtypes of
+each model, and the digest of the tokenizer; others are refused. Package versions, the git commit,
+files of the user's functions and devices are recorded too. A resume names those that differ.
 """
 
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from importlib import metadata
@@ -17,17 +18,18 @@ from jaxrl_llm.checkpoint import manager
 from jaxrl_llm.config import Config, ConfigError, Custom
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.hf import FEW
 from jaxrl_llm.models.lora import Lora
-from jaxrl_llm.references import file_of, imported_files
+from jaxrl_llm.object_digests import source_object
+from jaxrl_llm.references import file_of, git_commit
 from jaxrl_llm.typed_records.python_objects import Given
 from jaxrl_llm.typed_records.tree import every
 
 IDENTITY = "identity"  # entry of the loop state
 # Entries of a record. LEARNER is the role whose model checkpoints/huggingface describes.
 MODELS, TOKENIZER, LEARNER, SETTING = "models", "tokenizer", "learner", "setting"
-CODE = "code"  # digests of the files of the user's functions
-# Digests of rows that are not a run's position in its data; an entry may be absent.
+CODE = "code"  # the git commit, and digests of the files of the user's functions
+COMMIT = "git commit"  # entry of CODE; empty outside of a repository
+# Digests of rows, in addition to the position in the training data; several processes have none.
 ROWS, HELD_OUT, COLUMNS = "rows", "held_out", "columns"
 # Fields of a model's config that its function does not depend on.
 MAY_CHANGE = ("max_position_embeddings", "initializer_range")
@@ -41,81 +43,74 @@ PACKAGES = (
     "transformers",
     "tokenizers",
 )
-_DTYPES = ("kind", "dtype", "param_dtype")  # of a model; the rest are fields of its config
-LORA = "lora."  # before the fields of its adapters
+_DTYPES = ("kind", "dtype", "param_dtype")  # entries of a model that are not in its config
+LORA = "lora."  # prefix of the fields of its adapters
 
-Record = dict[str, Any]  # of a model, in JSON's types
-Identity = dict[str, Any]  # of a checkpoint: its models by role, tokenizer, learner and setting
+Record = dict[str, Any]  # a model, in JSON's types
+Identity = dict[str, Any]  # a checkpoint: its models by role, tokenizer, learner and setting
 
 _OTHER_ROWS = {
-    HELD_OUT: "the held-out rows have changed since the checkpoint: what was measured before it is "
-    "of other rows, the best checkpoint too",
+    HELD_OUT: "the held-out rows have changed since the checkpoint: earlier metrics and the best "
+    "checkpoint belong to other rows",
     COLUMNS: "columns of the training rows have changed since the checkpoint: a reward function "
-    "that reads them gives other rewards than in the run that began",
+    "that reads them gives other rewards than before",
 }
 
 
 def model_record(spec: ModelSpec, dtype: str) -> Record:
     """A model that is stored as `spec` says and computed in `dtype`."""
-    given = {"kind": spec.kind, "dtype": dtype, "param_dtype": spec.stored_dtype}
+    record = {"kind": spec.kind, "dtype": dtype, "param_dtype": spec.stored_dtype}
     if spec.lora is not None:
-        given |= lora_record(spec.lora)
-    return given | config_record(spec.config)
+        record |= lora_record(spec.lora)
+    return record | config_record(spec.config)
 
 
 def lora_record(lora: Lora) -> Record:
     """The adapters of a model; `lora_of` reads it."""
-    found = dataclasses.asdict(lora) | {"modules": sorted(lora.modules)}
-    del found["merge"]  # how it is computed, not what it is
-    return {LORA + key: value for key, value in found.items()}
+    record = dataclasses.asdict(lora) | {"modules": sorted(lora.modules)}
+    del record["merge"]  # how it is computed, not what it is
+    return {LORA + key: value for key, value in record.items()}
 
 
 def lora_of(model: Record) -> Lora | None:
     """The adapters in a model's record; None where all weights learned."""
-    found: Record = {k.removeprefix(LORA): v for k, v in model.items() if k.startswith(LORA)}
-    if found:
-        found["modules"] = frozenset(found["modules"])
-    return Lora(**found) if found else None
+    fields: Record = {k.removeprefix(LORA): v for k, v in model.items() if k.startswith(LORA)}
+    if not fields:
+        return None
+    fields["modules"] = frozenset(fields["modules"])
+    return Lora(**fields)
 
 
 def config_record(config: ModelConfig) -> Record:
-    """The fields of a model's config."""
-    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    # Checkpoints of older versions do not have the features of few families.
-    found = {name: x for name, x in found.items() if name not in FEW or x != FEW[name]}
-    scaling = config.rope_scaling
-    if scaling is not None:
-        found["rope_scaling"] = {"rope_type": scaling.kind} | dataclasses.asdict(scaling)
-    if config.latent is not None:
-        found["latent"] = dataclasses.asdict(config.latent)
-    if config.delta is not None:
-        found["delta"] = dataclasses.asdict(config.delta)
-    if config.mixture is not None:
-        # Checkpoints of older versions have the fields without a default.
-        fields = dataclasses.fields(config.mixture)
-        given = dataclasses.asdict(config.mixture)
-        found["mixture"] = {f.name: given[f.name] for f in fields if given[f.name] != f.default}
-    return json.loads(json.dumps(found))  # lists in place of tuples
+    """The fields of a model's config, in JSON's types."""
+    record = dataclasses.asdict(config)
+    if config.rope_scaling is not None:
+        record["rope_scaling"] |= {"rope_type": config.rope_scaling.kind}
+    return json.loads(json.dumps(record))  # lists in place of tuples
 
 
 def code_record(config: Config) -> dict[str, str]:
-    """The digest of the file of each function that the config names by path.
+    """The git commit of the working folder, and `file_digests`."""
+    return {COMMIT: git_commit(Path())} | file_digests(config)
 
-    The modules that it imports from its folder have their own. Objects of a program have digests in
-    the config.
-    """
-    files: dict[str, Path | None] = {}
-    for key, given in every(config, Custom):
-        if not isinstance(given, Given):
-            name = f"config.{key}={given.path}"
-            files[name] = file_of(given.path)
-            imported = imported_files(given.path)
-            files |= {f"module {module} of {name}": file for module, file in imported.items()}
+
+def file_digests(config: Config) -> dict[str, str]:
+    """The digest of the file of each function that the config names by path or holds."""
+    files = {f"config.{key}={each.path}": _file(each) for key, each in every(config, Custom)}
     return {
         name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
         for name, file in files.items()
-        if file is not None
+        if file is not None and file.is_file()
     }
+
+
+def _file(custom: Custom) -> Path | None:
+    if not isinstance(custom, Given):
+        return file_of(custom.path)
+    try:
+        return Path(inspect.getsourcefile(source_object(custom.function)) or "")
+    except TypeError:  # it is built in, or was defined in a shell
+        return None
 
 
 def package_versions() -> dict[str, str]:
@@ -133,12 +128,9 @@ def _version(package: str) -> str:
 # ------------------------------------------------------------------------- compare
 
 
-def read_identity(checkpoint: Path) -> Identity | None:
-    """The record of a finished checkpoint; None where an older version wrote it.
-
-    Raises: DamagedCheckpoint.
-    """
-    return manager.loop_state(checkpoint).get(IDENTITY)
+def read_identity(checkpoint: Path) -> Identity:
+    """The record of a finished checkpoint. Raises: DamagedCheckpoint."""
+    return manager.loop_state(checkpoint)[IDENTITY]
 
 
 def check_resume(checkpoint: Path, now: Identity) -> str:
@@ -149,36 +141,30 @@ def check_resume(checkpoint: Path, now: Identity) -> str:
     Raises: ConfigError for another model or tokenizer; it names the key and both values.
     """
     saved = read_identity(checkpoint)
-    if saved is None:
-        return (
-            f"{checkpoint} does not say which model it is of, as an older version wrote it: it "
-            "could not be compared with this config"
-        )
-    wrong, noted = [], []
+    refused, noted = [], []
     for role in saved[MODELS].keys() & now[MODELS].keys():
         for key, there, here in _differences(saved[MODELS][role], now[MODELS][role]):
-            found = noted if key in MAY_CHANGE else wrong
-            found.append(_line(f"{role}.{key}", there, here))
+            lines = noted if key in MAY_CHANGE else refused
+            lines.append(_line(f"{role}.{key}", there, here))
     if saved[TOKENIZER] != now[TOKENIZER]:
-        wrong.append(_line("digest of the tokenizer", saved[TOKENIZER], now[TOKENIZER]))
-    if wrong:
+        refused.append(_line("digest of the tokenizer", saved[TOKENIZER], now[TOKENIZER]))
+    if refused:
         raise ConfigError(
             f"{checkpoint} was saved with another model or tokenizer than this run has:\n  "
-            + "\n  ".join(sorted(wrong))
+            + "\n  ".join(sorted(refused))
             + "\nGo on with the config and the model's files that it was made with. To begin from "
             "weights of another model, give its folder as --config.actor.path"
         )
-    noted += [_line(*found) for found in _differences(saved[SETTING], now[SETTING])]
+    noted += [_line(*entry) for entry in _differences(saved[SETTING], now[SETTING])]
     lines = [f"other than in the checkpoint: {', '.join(noted)}"] if noted else []
-    was, code = saved.get(CODE, {}), now.get(CODE, {})
-    if changed := [name for name in code if was.get(name, code[name]) != code[name]]:
+    if changed := [name for name, *_ in _differences(saved[CODE], now[CODE])]:
         lines.append(
-            f"the file of {', '.join(changed)} has changed since the checkpoint: the run goes on "
-            "with the new one, and its steps are no longer those of the run that began"
+            f"changed since the checkpoint: {', '.join(changed)}. The run goes on with the new "
+            "code, so its steps may differ from the steps of an uninterrupted run"
         )
-    rows, there = now.get(ROWS, {}), saved.get(ROWS, {})
     for name, sentence in _OTHER_ROWS.items():
-        if name in rows and there.get(name, rows[name]) != rows[name]:
+        digests = saved[ROWS].get(name), now[ROWS].get(name)
+        if None not in digests and digests[0] != digests[1]:
             lines.append(sentence)
     return "\n".join(lines)
 
@@ -186,19 +172,19 @@ def check_resume(checkpoint: Path, now: Identity) -> str:
 def check_model(
     checkpoint: Path, config: ModelConfig, described_in: Path, role: str | None = None
 ) -> None:
-    """Compare a model's config, read from a file, with what the checkpoint was saved with.
+    """Compare a model's config, read from a file, with the record of the checkpoint.
 
-    None is the role that the run learned. Does nothing where the checkpoint has no record.
+    None is the role that the run learned. Does nothing for a role without a record.
 
     Raises: ConfigError that names the key, both values and the file.
     """
     saved = read_identity(checkpoint)
-    model = None if saved is None else saved[MODELS].get(role or saved[LEARNER])
+    model = saved[MODELS].get(role or saved[LEARNER])
     if model is None:
         return
     there = {k: v for k, v in model.items() if k not in _DTYPES and not k.startswith(LORA)}
-    found = _differences(there, config_record(config))
-    lines = [_line(key, was, here) for key, was, here in found if key not in MAY_CHANGE]
+    differences = _differences(there, config_record(config))
+    lines = [_line(key, was, here) for key, was, here in differences if key not in MAY_CHANGE]
     if lines:
         raise ConfigError(
             f"{described_in} describes another model than {checkpoint} was saved with: "
@@ -207,12 +193,12 @@ def check_model(
 
 
 def check_tokenizer(checkpoint: Path, digest: str, folder: Path) -> None:
-    """Compare the tokenizer in `folder` with that of the run. ConfigError names both digests."""
-    saved = read_identity(checkpoint)
-    if saved is not None and saved[TOKENIZER] != digest:
+    """Compare the tokenizer in `folder` with the run's. ConfigError names both digests."""
+    saved = read_identity(checkpoint)[TOKENIZER]
+    if saved != digest:
         raise ConfigError(
             f"the tokenizer in {folder} is not the one that {checkpoint} was saved with: "
-            f"{_line('its digest', saved[TOKENIZER], digest)}. Put its files back"
+            f"{_line('its digest', saved, digest)}. Put its files back"
         )
 
 

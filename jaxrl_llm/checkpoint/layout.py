@@ -5,12 +5,11 @@ data position, controllers). `frozen/` has the roles that never change. `hugging
 other than weights that an export needs.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.references import exists, is_folder, is_hub_name, is_utf8, nearest_file, shown
+from jaxrl_llm.references import exists, is_folder, is_hub_name, nearest_file
 
 STEP_PREFIX = "global_step"
 CHECKPOINTS = "checkpoints"
@@ -50,22 +49,12 @@ def run_directory_of(checkpoint: Path) -> Path:
     return checkpoint.absolute().parent.parent
 
 
-def check_name(path: str | Path) -> None:
-    """ConfigError for a path that is no UTF-8: neither a checkpoint nor a tokenizer can be read."""
-    if not is_utf8(path):
-        where = shown(os.path.abspath(path), most=400)
-        raise ConfigError(
-            f"the path {where} is not UTF-8, and no model can be read in it; rename it"
-        )
-
-
 def find_checkpoint(path: str) -> Path:
     """The finished checkpoint at `path`.
 
     `path` is a `global_step_N`, or a run's or `checkpoints` folder, whose newest one is taken.
     ConfigError, naming what is there instead, if there is none.
     """
-    check_name(path)
     folder = Path(path)
     if not is_folder(folder):
         raise ConfigError(f"there is no checkpoint {path}{nearest_file(folder)}")
@@ -97,7 +86,6 @@ def find_model_path(path: str) -> ModelPath:
     """
     if not path:
         raise ConfigError("the path of the model is empty; give a folder, such as runs/ppo")
-    check_name(path)
     folder = Path(path)
     if not exists(folder) and is_hub_name(path):
         return ModelPath(path=path)

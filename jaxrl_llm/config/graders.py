@@ -53,7 +53,7 @@ def _pattern(text: str) -> None:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
-            f"expected a regular expression, and this is none: {error}; write \\ before a sign "
+            f"expected a regular expression, but it is not valid: {error}; write \\ before a sign "
             "that stands for itself"
         ) from None
 
@@ -77,7 +77,7 @@ class ExactAnswer(Grader, kind="exact_answer"):
 
     # what is compared: the whole completion, or its last number
     extract: Literal["whole", "last_number"] = "last_number"
-    score: float = 1.0  # of a right answer
+    score: float = 1.0  # reward of a right answer
 
 
 class GSM8K(Grader, kind="gsm8k"):
@@ -85,15 +85,15 @@ class GSM8K(Grader, kind="gsm8k"):
 
     # strict wants #### before the answer; flexible takes the last number
     method: Literal["strict", "flexible"] = "strict"
-    format_score: float = 0.0  # of a wrong answer in the right format
-    score: float = 1.0  # of a right answer
+    format_score: float = 0.0  # reward of a wrong answer in the right format
+    score: float = 1.0  # reward of a right answer
 
 
 class MathAnswer(Grader, kind="math_answer"):
     r"""`score` for the last \boxed{} that equals the ground truth as mathematics."""
 
-    score: float = 1.0  # of a right answer
-    seconds: Count = 5  # of parsing, and of comparing; below reward.timeout_s
+    score: float = 1.0  # reward of a right answer
+    seconds: Count = 5  # limit of parsing, and of comparing; below reward.timeout_s
 
 
 class FormatMatch(Grader, kind="format_match"):
@@ -127,7 +127,7 @@ class Code(Grader, kind="code"):
 
     scoring: Literal["all", "share"] = "all"  # share: the part of the tests that pass
     case_s: Seconds = 10.0  # seconds of a test
-    total_s: Seconds = 25.0  # of all tests of a row; below reward.timeout_s
+    total_s: Seconds = 25.0  # seconds of all tests of a row; below reward.timeout_s
     memory_mb: Count = 1024  # memory of a test, MB
     limits_only: bool = False  # without namespaces: for machines that forbid them
 
@@ -140,15 +140,15 @@ class Judge(Grader, kind="judge"):
     template: JudgeTemplate = JUDGE_TEMPLATE  # with {question}, {response} and {ground_truth}
     pattern: JudgePattern = JUDGE_PATTERN  # its one group is the score; the last match counts
     scale: Positive = 10.0  # the score that becomes a reward of 1
-    temperature: NotNegative = 0.0  # of the judge's sampling
+    temperature: NotNegative = 0.0  # temperature of the judge's sampling
     max_tokens: Count = 512  # most tokens of a judge's answer
     concurrency: Processes = 32  # requests at a time, of each worker
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Seconds = 60.0  # of one request; total_s ends it sooner
-    total_s: Seconds = 25.0  # of all requests of a step; below reward.timeout_s
-    requests_per_minute: Whole = 0  # of each worker; 0 has no limit
+    request_s: Seconds = 60.0  # seconds of one request; total_s ends it sooner
+    total_s: Seconds = 25.0  # seconds of all requests of a step; below reward.timeout_s
+    requests_per_minute: Whole = 0  # requests a minute of each worker; 0 has no limit
     cache_file: str = ""  # JSON lines that later runs reuse; empty keeps answers in memory
-    key_variable: str = "OPENAI_API_KEY"  # name it in reward.environment too
+    key_variable: str = "OPENAI_API_KEY"  # variable that holds the key, a bearer token
 
 
 class Remote(Grader, kind="remote"):
@@ -158,9 +158,9 @@ class Remote(Grader, kind="remote"):
     batch_size: Count = 32  # rows of a request
     concurrency: Processes = 8  # requests at a time
     retries: Whole = 4  # after a first failure, with a growing pause
-    request_s: Seconds = 60.0  # of one request
-    total_s: Seconds = 25.0  # of all rows of a step; below reward.timeout_s
-    key_variable: str = "REWARD_SERVER_KEY"  # a bearer token; name it in reward.environment too
+    request_s: Seconds = 60.0  # seconds of one request
+    total_s: Seconds = 25.0  # seconds of all rows of a step; below reward.timeout_s
+    key_variable: str = "REWARD_SERVER_KEY"  # variable that holds the key, a bearer token
 
 
 GRADERS = kinds_of(Grader)

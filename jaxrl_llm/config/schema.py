@@ -381,10 +381,8 @@ class RewardConfig(Record):
     failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
     # Functions may score the steps of a response, each at its last token: docs/write-a-reward.md.
     process_rewards: bool = False
-    memory_gb: Gigabytes = 16.0  # of a process for user functions, with all that it starts
-    file_gb: Gigabytes = 4.0  # of a file that a user function writes
-    # Variables, such as OPENAI_API_KEY, that user functions get although they look secret.
-    environment: Many[str] = ()
+    memory_gb: Gigabytes = 16.0  # most memory of a process for user functions
+    file_gb: Gigabytes = 4.0  # largest file that a user function may write
     model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.references import nearest
 from jaxrl_llm.types import Prompt
 
-CURRICULUM_STREAM = 7  # of the draws
+CURRICULUM_STREAM = 7  # stream of the random draws
 
 
 def column_values(prompts: Sequence[Prompt], column: str) -> np.ndarray:
@@ -28,17 +28,16 @@ def column_values(prompts: Sequence[Prompt], column: str) -> np.ndarray:
     Raises: ValueError where a prompt has no number there, with its row.
     """
     own = own_indices(prompts)
-    found, error = [], ""
+    numbers, error = [], ""
     for index in own:
         try:
-            found.append((index, _number(prompts[index], column)))
+            numbers.append((index, _number(prompts[index], column)))
         except ValueError as reason:
             error = str(reason)
             break
-    if not isinstance(prompts, Share):
-        everyone = [[found, error]]
-    else:
-        everyone = gather_objects([found, error], "curriculum")
+    everyone = [[numbers, error]]
+    if isinstance(prompts, Share):
+        everyone = gather_objects(everyone[0], "curriculum")
     first = next((reason for _, reason in everyone if reason), "")
     if first:
         raise ValueError(first)

@@ -7,7 +7,7 @@ processes share this work: each checks a stripe of every source, and keeps its r
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice, zip_longest
@@ -19,11 +19,9 @@ import numpy as np
 
 from jaxrl_llm.config import Task
 from jaxrl_llm.data.formats import (
-    CONTENT,
     LENGTH_KEYS,
     SERVES,
     TRAINED_COLUMNS,
-    TRUNCATIONS,
     LabelledExample,
     Overlong,
     PreferencePair,
@@ -78,8 +76,7 @@ class Sources:
     split: str = "train"  # of tasks and dataset_class: train | held_out
     prompt_style: str = "plain"  # of the tasks: plain | chat
     dataset_class: str = ""
-    train_files: tuple[str, ...] = ()  # what dataset_class gets for training, to find a leak
-    shape: Shape = Shape()  # of the rows that files and dataset_class give
+    shape: Shape = Shape()  # shape of the rows that files and dataset_class give
     key: str = ""  # the config key of the files and tasks, for messages; "" follows `split`
 
     def are_empty(self) -> bool:
@@ -112,7 +109,7 @@ class Loaded(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowRules:
-    """How rows are handled that are too long or bad. ValueError for impossible values."""
+    """How rows are handled that are too long or bad."""
 
     max_length: int  # tokens of a prompt, or of prompt and completion together
     truncation: str = "error"  # of longer rows: error | left | right | middle
@@ -122,24 +119,13 @@ class RowRules:
     streaming: bool = False  # check the first rows only, and read each when a batch needs it
     shuffled: bool = True  # rows are read in a random order; for streaming
 
-    def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise ValueError(f"the length limit {self.max_length} must be at least 1 token")
-        if self.truncation not in TRUNCATIONS:
-            raise ValueError(
-                f"truncation={self.truncation!r} must be one of {', '.join(TRUNCATIONS)}"
-            )
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction={self.max_bad_fraction} must be between 0 and 1")
-
 
 def load_prompts(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loaded[Prompt]:
     """Prompts for RL and validation. Truncation shortens the token ids only, not the text.
 
     Raises:
         ValueError: too many rows are bad, no row is left, a format is unknown, a prompt is
-            overlong under truncation="error", a source does not exist, or `dataset_class` gives
-            the same row for training and for validation.
+            overlong under truncation="error", or a source does not exist.
     """
     return _load(sources, "prompts", _alone(prompt_of, tokenizer), _fit_prompt, rules)
 
@@ -392,7 +378,8 @@ def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
     spaces = [problem_space(task.kind, task.settings) for task in sources.tasks]
     dataset_class = load(sources.dataset_class) if sources.dataset_class else None
     if dataset_class and (sources.split == "train" or takes_split(dataset_class)):
-        rows = ListedRows(_class_rows(dataset_class, sources))
+        name, files = sources.dataset_class, sources.files
+        rows = ListedRows(custom_rows(dataset_class, name, files, sources.split))
         yield sources.dataset_class, ShapedRows(rows, sources.shape)
     elif sources.rows is None and not sources.files and not sources.tasks:
         only = (
@@ -431,35 +418,6 @@ def _files(pattern: str) -> list[tuple[str, DataFile]]:
     return [(f"{HUB}{name.path}", file) for file in hub_files(name)]
 
 
-def _class_rows(
-    dataset_class: Callable[..., Iterable[Any]], sources: Sources
-) -> list[RawRow | BadRow]:
-    """The rows of a user's class. ValueError if held-out rows are training rows too."""
-    name = sources.dataset_class
-    rows = custom_rows(dataset_class, name, sources.files, sources.split)
-    if sources.split == "train":
-        return rows
-    trained = {
-        _content(row) for row in custom_rows(dataset_class, name, sources.train_files, "train")
-    }
-    leaked = [row for row in rows if isinstance(row, RawRow) and _content(row) in trained]
-    if leaked:
-        raise ValueError(
-            f"config.data.dataset_class={name} gives {len(leaked)} of its {len(rows)} held-out "
-            f"rows for training too, the first of them row {leaked[0].row}: give other rows for "
-            f"split={sources.split!r}, or remove the keyword `split` and set config.data.val_files"
-        )
-    return rows
-
-
-def _content(row: RawRow | BadRow) -> str | None:
-    """What a model sees of a row, as text. Ids and other columns do not make rows different."""
-    if isinstance(row, BadRow):
-        return None
-    content = {name: row.data[name] for name in CONTENT if row.data.get(name) is not None}
-    return json.dumps(content, sort_keys=True, default=repr)
-
-
 def _default_source(name: str) -> str:
     """The data_source of rows that name none: the file's name without folder and ending.
 
@@ -484,21 +442,11 @@ def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -
         problem = f"holds no rows of a known format: its columns are {columns}"
         other = ", or say which column is which with config.data.columns={ours: THEIRS}"
     else:
-        problem = f"holds {kind} rows, which give no {purpose}"
-        other = _wrong_type(rows[0].data, wanted)
+        problem, other = f"holds {kind} rows, which give no {purpose}", ""
     raise ValueError(
         f"{name} {problem}. Set {keys} to data with {wanted} rows, which give {purpose}{other} "
         "(docs/data.md lists their columns)"
     )
-
-
-def _wrong_type(row: Mapping[str, Any], wanted: str) -> str:
-    """What to add to a message where one value keeps a row from being of another format."""
-    types = (("label", "unpaired_preference", "true or false"), ("rating", "rated", "a number"))
-    for name, kind, type_ in types:
-        if kind in wanted.split(", ") and row.get(name) is not None:
-            return f"; column {name!r} holds {row[name]!r}, and rows of {kind} have {type_} there"
-    return ""
 
 
 def _set_aside(bad: Sequence[BadRow], file: Path) -> None:

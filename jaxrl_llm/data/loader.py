@@ -21,8 +21,7 @@ from jaxrl_llm.data.share import Picked, Tokens, digests
 from jaxrl_llm.types import Prompt
 
 NEXT_BATCH = "next_batch"  # the only entry of a position that changes
-ANSWERS = "answers_digest"  # states of earlier versions have none
-CURRICULUM = "curriculum"  # stands for the places that come first, where there are such
+CURRICULUM = "curriculum"  # digest of the places that come first, in a run with a curriculum
 _NEW_RUN = (
     "start a new run from the checkpoint's weights: --config.actor.path=CHECKPOINT and another "
     "--config.run_dir"
@@ -48,7 +47,7 @@ class Loader(Generic[T, B]):
         first: places of the records that come before the first epoch: a curriculum.
 
     Raises:
-        ValueError: no records, or a batch size below 1.
+        ValueError: no records.
     """
 
     def __init__(
@@ -66,18 +65,13 @@ class Loader(Generic[T, B]):
     ) -> None:
         if not items:
             raise ValueError("there are no rows to make batches from")
-        if batch_size < 1 or num_workers < 0 or prefetch < 0:
-            raise ValueError(
-                f"batch_size={batch_size} must be at least 1, num_workers={num_workers} and "
-                f"prefetch={prefetch} at least 0"
-            )
         self._num_items = len(items)
         self._batch_size = batch_size
         self._order = {"seed": seed % 2**32, "shuffle": shuffle}
         self._unchanged = dict(unchanged or {})
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._found: dict[str, int] | None = None
+        self._digests: dict[str, int] | None = None
         self._items = items
         import grain  # takes 0.3 CPU-seconds to import
 
@@ -116,7 +110,7 @@ class Loader(Generic[T, B]):
             NEXT_BATCH: self._next_batch - pending,
             "batch_size": self._batch_size,
             "num_items": self._num_items,
-            **self._digests(),
+            **self._data_digests(),
             **self._order,
             **self._unchanged,
         }
@@ -159,10 +153,10 @@ class Loader(Generic[T, B]):
             )
         return iter(dataset)
 
-    def _digests(self) -> dict[str, int]:
-        if self._found is None:
-            self._found = digests_of(self._items)
-        return self._found
+    def _data_digests(self) -> dict[str, int]:
+        if self._digests is None:
+            self._digests = digests_of(self._items)
+        return self._digests
 
 
 class _Then:
@@ -235,8 +229,8 @@ def _at(prompts: Sequence[Prompt], places: list[int]) -> list[Prompt]:
 
 
 def digests_of(items: Sequence[Tokens]) -> dict[str, int]:
-    """What of the data must be equal to restore a position in it."""
-    return dict(zip(("items_digest", ANSWERS), digests(items), strict=True))
+    """Digests of the data that must be equal to restore a position in it."""
+    return dict(zip(("items_digest", "answers_digest"), digests(items), strict=True))
 
 
 def check_position(
@@ -245,19 +239,18 @@ def check_position(
     """Refuse a loader's `state` that does not belong to the loader of this run.
 
     Raises:
-        ValueError: `state` lacks a name of `here` or `also` that an earlier version had, too, or
-            has another value than `here` for anything but the batch number.
+        ValueError: `state` lacks a name of `here` or `also`, or has another value than `here` for
+            anything but the batch number.
     """
     for name in (*here, *also):
-        if name not in state and name != ANSWERS:
+        if name not in state:
             raise ValueError(
                 f"the data position in the checkpoint lacks {name!r}: another loader wrote it. "
                 "Resume with the config.data.priority of the checkpoint's run (null is none) and "
-                "its config.precompute_reference, by the version that wrote it if it had the same, "
-                f"or {_NEW_RUN}"
+                f"its config.precompute_reference, or {_NEW_RUN}"
             )
     for name, value in here.items():
-        if name != NEXT_BATCH and state.get(name, value) != value:
+        if name != NEXT_BATCH and state[name] != value:
             raise ValueError(
                 f"the checkpoint's position is in other data: its {name} is {state[name]}, here "
                 f"it is {value}. Resume with the same data, seed and batch size, or {_NEW_RUN}"

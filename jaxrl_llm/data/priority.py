@@ -26,7 +26,7 @@ from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.references import check_settings, load, nearest
 from jaxrl_llm.types import Prompt
 
-# What a weight function may read of each visited prompt. The config is checked against it.
+# Parameters of a weight function, for each visited prompt. The config is checked against it.
 FIELDS: dict[str, str] = {
     "mean": "mean score of the samples at its last visit",
     "std": "their unbiased standard deviation, 0 for a single sample",
@@ -81,11 +81,11 @@ WEIGHTS: dict[type[c.Priority], Callable[..., Any]] = {
 }
 
 
-def weight_function(settings: c.PrioritySettings, *, samples: int) -> Callable[..., Any]:
-    """The function that `settings` name, with its settings; `samples` is those of a prompt.
+def weight_function(settings: c.PrioritySettings) -> Callable[..., Any]:
+    """The function that `settings` name, with its settings.
 
     Raises ValueError for a user's function that cannot be loaded, has no such setting, or reads
-    what is not in FIELDS or is 0 for one sample.
+    what is not in FIELDS.
     """
     if not isinstance(settings, c.Custom):
         return partial(WEIGHTS[type(settings)], **asdict(settings))
@@ -98,25 +98,10 @@ def weight_function(settings: c.PrioritySettings, *, samples: int) -> Callable[.
                 f"known of a prompt{nearest(name, FIELDS)}; there are {', '.join(FIELDS)}. A "
                 "setting must be keyword-only (after *)"
             )
-    if not field_names(function):
-        raise ValueError(
-            f"config.data.priority={settings.path} reads nothing; its parameters may be "
-            f"{', '.join(FIELDS)}"
-        )
-    if "std" in field_names(function) and samples == 1:
-        raise ValueError(
-            f"config.data.priority={settings.path} reads the std of a prompt's samples, and "
-            "config.rollout.n=1 makes one; config.rollout.n=8 is usual"
-        )
     return partial(function, **settings.settings)
 
 
 def _success(mean: Values, low: float, high: float) -> Values:
-    if not low < high:
-        raise ValueError(
-            f"low={low} and high={high}: the score of a wrong answer must be below that of a right "
-            "one; low=0, high=1 works for scores from 0 to 1"
-        )
     return np.clip((mean - low) / (high - low), 0.0, 1.0)
 
 
@@ -225,11 +210,11 @@ class PriorityLoader:
         samples = rows.num_rows // self._batch_size
         prompts = rows.owned // samples
         own = [[int(p), *Moments.of(scores[prompts == p]).numbers] for p in np.unique(prompts)]
-        found = [Moments()] * self._batch_size
-        for one in gather_objects(own, "priorities"):
-            for prompt, *numbers in one:
-                found[prompt] += Moments(*numbers)
-        return np.array([x.mean for x in found]), np.array([x.std for x in found])
+        scored = [Moments()] * self._batch_size
+        for moments in gather_objects(own, "priorities"):
+            for prompt, *numbers in moments:
+                scored[prompt] += Moments(*numbers)
+        return np.array([x.mean for x in scored]), np.array([x.std for x in scored])
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the state from which the step after `step` draws."""
@@ -295,7 +280,12 @@ class PriorityLoader:
         weights = self._weights(values)
         bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
         if bad.size:
-            raise self._refused(weights, bad, visited, values)
+            prompt = self._prompts[int(visited[bad[0]])]
+            raise ValueError(
+                f"config.data.priority gave {bad.size} of {visited.size} prompts a weight that is "
+                f"negative or not finite, the first of them {weights[bad[0]]:g} to row {prompt.row}"
+                f" of {prompt.data_source}. For scores outside of 0 to 1, set low and high, or clip"
+            )
         largest = weights.max()
         # Divided by the largest first, because the sum of finite weights can be infinite.
         shares = weights / largest if largest > 0 else np.ones_like(weights)
@@ -311,23 +301,6 @@ class PriorityLoader:
                 f"prompts: it must return one number each, shape {shape}"
             )
         return weights
-
-    def _refused(
-        self,
-        weights: np.ndarray,
-        bad: np.ndarray,
-        visited: np.ndarray,
-        values: dict[str, np.ndarray],
-    ) -> ValueError:
-        first = int(bad[0])
-        prompt = self._prompts[int(visited[first])]
-        known = ", ".join(f"{name}={array[first]:g}" for name, array in values.items())
-        return ValueError(
-            f"config.data.priority gave {bad.size} of {visited.size} prompts a weight that is "
-            f"negative or not finite, the first of them {weights[first]:g} to row {prompt.row} "
-            f"of {prompt.data_source} ({known}). Weights must be 0 or more: for scores outside "
-            "of 0 to 1, set the function's low and high, or clip"
-        )
 
 
 def _pack(array: np.ndarray) -> str:

@@ -1,7 +1,6 @@
 """The data that a config names: prompts, examples and pairs, and the loaders of their batches."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -49,8 +48,7 @@ def train_sources(config: Config) -> Sources:
 def held_out_sources(config: Config) -> Sources:
     """The run's validation data; tasks give the problems that training never sees."""
     data = config.data
-    own = _run_sources(config, "held_out", data.val_rows, data.val_files, data.val_tasks)
-    return replace(own, train_files=data.train_files)
+    return _run_sources(config, "held_out", data.val_rows, data.val_files, data.val_tasks)
 
 
 def _run_sources(
@@ -102,7 +100,7 @@ def train_batches(
     if data.priority is not None:
         return PriorityLoader(
             prompts,
-            weight_function(data.priority, samples=config.rollout.n),
+            weight_function(data.priority),
             batch_size=data.train_batch_size,
             seed=config.seed,
             uniform=data.priority_uniform,

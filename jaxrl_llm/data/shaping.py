@@ -9,7 +9,7 @@ from jaxrl_llm.data.sources import BadRow, RawRow, Rows, parse_json
 from jaxrl_llm.references import nearest
 
 CONVERSATIONS = ("prompt", "messages")  # columns that may get the system prompt
-ANSWERS = ("chosen", "rejected")  # columns that get it where none of those is there
+ANSWERS = ("chosen", "rejected")  # columns that get it in rows without the others
 AS_JSON = (*CONVERSATIONS, *ANSWERS, "completion")  # columns that may hold messages as JSON text
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")  # messages as Python prints them
 
@@ -36,19 +36,19 @@ class Shape:
         Raises ValueError for a column that is not there, for messages in Python's form, and for a
         row without a conversation that could take the system prompt.
         """
-        found = self._renamed(row)
+        shaped = self._renamed(row)
         for name in AS_JSON:
-            if isinstance(found.get(name), str):
-                found[name] = messages_in(found[name], name)
-        if self.chat and isinstance(found.get("prompt"), str):
-            found["prompt"] = [{"role": "user", "content": found["prompt"]}]
+            if isinstance(shaped.get(name), str):
+                shaped[name] = messages_in(shaped[name], name)
+        if self.chat and isinstance(shaped.get("prompt"), str):
+            shaped["prompt"] = [{"role": "user", "content": shaped["prompt"]}]
         if self.system_prompt:
-            self._check_conversation(found)
-            names = [name for name in CONVERSATIONS if found.get(name) is not None]
+            self._check_conversation(shaped)
+            names = [name for name in CONVERSATIONS if shaped.get(name) is not None]
             for name in names or ANSWERS:
-                if _is_conversation(found.get(name)):
-                    found[name] = self._with_system(found[name])
-        return found
+                if _is_conversation(shaped.get(name)):
+                    shaped[name] = self._with_system(shaped[name])
+        return shaped
 
     def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns:
@@ -65,12 +65,9 @@ class Shape:
 
     def _check_conversation(self, row: Mapping[str, Any]) -> None:
         if not any(isinstance(row.get(name), list) for name in (*CONVERSATIONS, *ANSWERS)):
-            chat = (
-                "" if self.chat else "--config.data.prompt_style=chat makes one of a prompt, and "
-            )
             raise ValueError(
-                "config.data.system_prompt goes before a conversation, and the row has none: "
-                f"{'' if self.chat else chat}--config.data.system_prompt= leaves it out"
+                "config.data.system_prompt goes before a conversation, and the row has none: set "
+                "--config.data.prompt_style=chat, or --config.data.system_prompt="
             )
 
     def _with_system(self, messages: list[Any]) -> list[Any]:
@@ -90,12 +87,12 @@ def messages_in(text: str, column: str) -> Any:
     if _PYTHON.match(text):
         raise ValueError(f"column {column!r} holds messages as Python prints them: write JSON")
     try:
-        found = parse_json(text)
+        messages = parse_json(text)
     except ValueError:
         return text
-    if not all(isinstance(message, dict) for message in found):
+    if not all(isinstance(message, dict) for message in messages):
         return text
-    return found if any({"role", "content"} <= message.keys() for message in found) else text
+    return messages if any({"role", "content"} <= m.keys() for m in messages) else text
 
 
 def _is_conversation(value: Any) -> bool:

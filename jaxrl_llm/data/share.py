@@ -19,14 +19,14 @@ import numpy as np
 
 from jaxrl_llm.distributed.multihost import sum_over_processes
 
-_WRITTEN = (Decimal, date, time, timedelta)  # whose text is their value
-SAMPLED = 10_000
+_WRITTEN = (Decimal, date, time, timedelta)  # types whose text is their value
+SAMPLED = 10_000  # values that a digest reads
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class Tokens(Protocol):
-    """What is read of a record, to check that a checkpoint belongs to the same data."""
+    """The part of a record by which a checkpoint knows its data again."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Tokens(Protocol):
 class Share(Sequence[T]):
     """A sequence that every process can read, and of which each keeps the items of `own`."""
 
-    own: Iterable[int]  # of all processes together: every index once
+    own: Iterable[int]  # indices that this process keeps; each process has others
 
     @abstractmethod
     def _item(self, index: int) -> T:
@@ -152,10 +152,10 @@ def digests(items: Sequence[Tokens]) -> tuple[int, ...]:
 
 def sampled_digest(values: Sequence[Any]) -> str:
     """16 hex digits of values of JSON's types and others, of at most SAMPLED evenly spaced ones."""
-    found = hashlib.blake2b(str(len(values)).encode(), digest_size=8)
+    total = hashlib.blake2b(str(len(values)).encode(), digest_size=8)
     for place in range(0, len(values), -(-len(values) // SAMPLED) or 1):
-        found.update(json.dumps(values[place], skipkeys=True, default=_text).encode() + b"\0")
-    return found.hexdigest()
+        total.update(json.dumps(values[place], skipkeys=True, default=_text).encode() + b"\0")
+    return total.hexdigest()
 
 
 def _sums(items: Sequence[Tokens], *contents: Callable[[Tokens], bytes]) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ def _answer(item: Tokens) -> bytes:
 
 
 def _text(value: Any) -> str:
-    """What stands for a value that JSON has not: its address would be another in each process."""
+    """Text for a value that JSON does not have. Its `repr` may hold an address."""
     return str(value) if isinstance(value, _WRITTEN) else type(value).__name__
 
 

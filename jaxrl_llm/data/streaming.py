@@ -5,10 +5,9 @@ long is replaced by the next good one. The rows alone decide it, so a resumed ru
 """
 
 import logging
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -19,10 +18,10 @@ from jaxrl_llm.data.share import Share
 from jaxrl_llm.data.sources import BadRow, RawRow, Rows
 
 T = TypeVar("T")
-CHECKED_ROWS = 1000  # of each source, before the first step
+CHECKED_ROWS = 1000  # rows of each source that are checked before the first step
 DIGESTED = 256  # records that stand for all in the digest of a checkpoint
-MOST_SKIPPED = 1000  # rows one after the other
-MOST_DECODED = 16_000_000  # bytes, to read one row: about 20 ms
+MOST_SKIPPED = 1000  # bad rows one after the other
+MOST_DECODED = 16_000_000  # bytes that one row may decode: about 20 ms
 log = logging.getLogger(__name__)
 
 
@@ -67,30 +66,15 @@ class Skipped:
     set_aside: Callable[[BadRow], None]  # writes it to the list of bad rows
     read: int = 0
     bad: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
-
-    def count(self) -> None:
-        """A row was read."""
-        with self._lock:
-            self.read += 1
 
     def skip(self, row: BadRow) -> None:
         """Set a bad row aside. ValueError where there are more than the run allows."""
-        with self._lock:
-            self.bad += 1
-            most = self.max_bad_fraction * max(self.read, CHECKED_ROWS)
-        if self.bad > most:
+        self.bad += 1
+        if self.bad > self.max_bad_fraction * max(self.read, CHECKED_ROWS):
             raise ValueError(
                 f"{row.source} row {row.row}: {row.reason}\nIt is bad row {self.bad} of "
                 f"{self.read} that were read, more than config.data.max_bad_fraction="
-                f"{self.max_bad_fraction} allows. Repair or remove it, or raise "
-                "config.data.max_bad_fraction to leave bad rows out"
+                f"{self.max_bad_fraction} allows"
             )
         log.warning("A bad row is left out: %s row %d: %s", row.source, row.row, row.reason)
         self.set_aside(row)
@@ -108,7 +92,7 @@ class Streamed(Share[T]):
 
     @property
     def own(self) -> Iterable[int]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the sample that this process digests: evenly spaced, not all."""
+        """Indices of the sample that this process digests: evenly spaced, not all."""
         every = -(-len(self) // DIGESTED)
         sample = range(0, len(self), every)
         return sample[jax.process_index() :: jax.process_count()]
@@ -119,17 +103,17 @@ class Streamed(Share[T]):
     def _item(self, index: int) -> T:
         most = min(MOST_SKIPPED, len(self))
         for further in range(most):
-            found = self._record((index + further) % len(self))
-            if found:
-                return found[0]
+            records = self._records((index + further) % len(self))
+            if records:
+                return records[0]
         raise ValueError(f"{most} rows one after the other are bad or too long")
 
-    def _record(self, index: int) -> Sequence[T]:
+    def _records(self, index: int) -> Sequence[T]:
         """The record of a row; none where it is left out."""
         number = bisect_right(self._ends, index)
         source = self._sources[number]
         row = source.rows.one(index - (self._ends[number - 1] if number else 0))
-        self._skipped.count()
+        self._skipped.read += 1
         if isinstance(row, RawRow):
             try:
                 return source.records_of(row)

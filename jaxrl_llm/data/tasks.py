@@ -8,7 +8,6 @@ matter, so no text is both a training and a held-out problem, also across two co
 """
 
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,8 +16,6 @@ from typing import Any
 
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 MAX_WHOLE_SPACE = 200_000  # problems; a larger space needs a size
-PROMPT_STYLES = ("plain", "chat")
-SPLITS = ("train", "held_out")
 # A problem gives one pair for each entry. Answers of the right form are more frequent than broken
 # ones, because these are the mistakes of a policy that knows the format.
 WRONG_ANSWERS = (
@@ -57,10 +54,6 @@ def chain_sum(*, num_terms: int = 3, num_digits: int = 1, operators: str = "+-")
     Terms have exactly num_digits digits and no leading zero (one digit: 0 to 9). 2 terms of 1 digit
     give 200 problems, 3 terms 4,000. With operators="+" these are 100 and 1,000.
     """
-    _check_range("num_terms", num_terms, 2, 100)
-    _check_range("num_digits", num_digits, 1, 18)
-    if operators not in ("+", "-", "+-"):
-        raise ValueError(f"operators={operators!r} must be '+', '-' or '+-'")
     first, count = _numbers(num_digits)
 
     def problem(index: int) -> Problem:
@@ -82,8 +75,6 @@ def chain_sum(*, num_terms: int = 3, num_digits: int = 1, operators: str = "+-")
 
 def products(*, first_digits: int = 1, second_digits: int = 1) -> ProblemSpace:
     """Products of two numbers with the given digits: `12*7=`."""
-    _check_range("first_digits", first_digits, 1, 18)
-    _check_range("second_digits", second_digits, 1, 18)
     first_low, first_count = _numbers(first_digits)
     second_low, second_count = _numbers(second_digits)
 
@@ -99,7 +90,6 @@ def products(*, first_digits: int = 1, second_digits: int = 1) -> ProblemSpace:
 
 def spell_backward(*, num_letters: int = 4) -> ProblemSpace:
     """Reversing a string of lower-case letters: `abcd=` gives `dcba`."""
-    _check_range("num_letters", num_letters, 1, 100)
 
     def problem(index: int) -> Problem:
         word = ""
@@ -121,13 +111,7 @@ TASKS: dict[str, Callable[..., ProblemSpace]] = {
 
 
 def problem_space(name: str, settings: dict[str, Any] | None = None) -> ProblemSpace:
-    """The task of that name. ValueError for an unknown task or setting lists the known ones."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}: it is one of {', '.join(TASKS)}")
-    legal = list(inspect.signature(TASKS[name]).parameters)
-    unknown = sorted(set(settings or {}) - set(legal))
-    if unknown:
-        raise ValueError(f"task {name!r} has no setting {unknown[0]!r}: it has {', '.join(legal)}")
+    """The task of that name."""
     return TASKS[name](**(settings or {}))
 
 
@@ -156,9 +140,8 @@ def task_rows(
         prompt_style: "plain" gives strings, "chat" lists of messages.
 
     Raises:
-        ValueError: an unknown name, or a size that the space does not allow.
+        ValueError: a size that the space does not allow.
     """
-    _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
     space = problem_space(name, settings)
     problems = _problems(space, split=split, size=size, seed=seed)
     return [_row(problem, space.name, split, i, prompt_style) for i, problem in problems]
@@ -182,7 +165,6 @@ def task_pairs(
     Raises:
         ValueError: as `task_rows`.
     """
-    _check_choice("prompt_style", prompt_style, PROMPT_STYLES)
     space = problem_space(name, settings)
     problems = _problems(space, split=split, size=size, seed=seed)
     return [
@@ -275,9 +257,6 @@ def _problems(
 
     ValueError for a size that the space does not allow.
     """
-    _check_choice("split", split, SPLITS)
-    if size < 0:
-        raise ValueError(f"size={size} of task {space.name!r} must not be negative")
     if not size and space.size > MAX_WHOLE_SPACE:
         raise ValueError(f"task {space.name!r} has {space.size:,} problems: set its size")
     problems = list(enumerate(islice(_drawn(space, split, seed), size or None)))
@@ -358,13 +337,3 @@ def _answered(answer: str, style: str) -> str | list[dict[str, str]]:
 def _numbers(digits: int) -> tuple[int, int]:
     """The smallest number with that many digits, and how many there are. 0 has one digit."""
     return (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} must be between {low} and {high}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")

@@ -235,9 +235,7 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
 
 def _base_dtype(checkpoint: Path, role: str) -> str:
     """The dtype of the base below the adapters of a role."""
-    saved = identity.read_identity(checkpoint)
-    assert saved is not None
-    model = saved[identity.MODELS][role]
+    model = identity.read_identity(checkpoint)[identity.MODELS][role]
     # Frozen projections in float8 are exact in the dtype of computation, which the rest has.
     return model["dtype" if model["param_dtype"] == FLOAT8_BASE else "param_dtype"]
 

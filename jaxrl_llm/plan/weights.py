@@ -179,16 +179,13 @@ def restored(role: Role, checkpoint: Path, stored: str, abstract: Params) -> Par
 
 def adapters_in(checkpoint: Path, stored: str) -> Lora | None:
     """The adapters of a role in a checkpoint; None where all of its weights learned."""
-    saved = identity.read_identity(checkpoint)
-    model = None if saved is None else saved[identity.MODELS].get(stored)
+    model = identity.read_identity(checkpoint)[identity.MODELS].get(stored)
     return None if model is None else identity.lora_of(model)
 
 
 def adapted_role(role: Role, checkpoint: Path, stored: str) -> Role:
     """A role that keeps the adapters of a checkpoint's role, where `role` is."""
-    saved = identity.read_identity(checkpoint)
-    assert saved is not None
-    model = saved[identity.MODELS][stored]
+    model = identity.read_identity(checkpoint)[identity.MODELS][stored]
     lora = identity.lora_of(model)
     stored, dtype = model["param_dtype"], model["dtype"]
     spec = frozen_spec(role.spec.config, model["kind"], stored, dtype, lora)
@@ -208,9 +205,7 @@ def _stored_base(role: Role, checkpoint: Path, stored: str) -> Params:
 
 def base_of(checkpoint: Path, stored: str) -> tuple[str, Record]:
     """The name of the base below the adapters of a checkpoint's role, and its identity."""
-    saved = identity.read_identity(checkpoint)
-    assert saved is not None
-    models = saved[identity.MODELS]
+    models = identity.read_identity(checkpoint)[identity.MODELS]
     name = CRITIC_BASE if stored == "critic" and CRITIC_BASE in models else BASE
     return name, models[name]
 

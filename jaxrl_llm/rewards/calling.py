@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxrl_llm.references import nearest
+from jaxrl_llm.references import nearest, shown
 from jaxrl_llm.rewards.loading import FunctionInfo
 from jaxrl_llm.rewards.steps import Steps, has_steps, read_steps
 
@@ -21,14 +21,12 @@ if TYPE_CHECKING:  # types.py imports jax
     from jaxrl_llm.types import Completion, Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38
-MOST_REWARD = 1e15  # squares of the rewards of a batch are added up in float32
-TOO_LARGE = f"beyond {MOST_REWARD:g}: the squares of such rewards do not fit into float32"
 MAX_TEXT = 2000  # characters of an error's message, and of a repr in the trace
-MAX_DEPTH = 32  # of lists and maps in the trace
-LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are no lists
+MAX_DEPTH = 32  # depth of lists and maps in the trace
+LOGGING = ("trainer_state", "log_extra", "log_metric")  # TRL's parameters that are not lists
 # Columns that the resolved fields of a prompt replace.
 RESOLVED = ("prompt", "completion", "data_source", "ground_truth")
-# What a TRL function can ask for that is no column.
+# Parameters of a TRL function that are not columns.
 GIVEN_FIELDS = ("prompts", "completions", "completion_ids", "data_source", "ground_truth")
 
 
@@ -112,7 +110,7 @@ def check_columns(
 ) -> None:
     """Refuse a function that asks for a column that no row has. Raises ValueError.
 
-    `renamed` has our names and the data's, of columns that config.data.columns renames.
+    `renamed` maps our names to the data's, as config.data.columns does.
     """
     if info.kind == "sample":
         return
@@ -162,7 +160,7 @@ class Graded:
     value: float | None = None
     error: CallError | None = None
     extras: dict[str, Any] = field(default_factory=dict)
-    steps: Steps | None = None  # that add up to `value`
+    steps: Steps | None = None  # rewards of steps; their sum is `value`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +225,7 @@ def timeout_error(info: FunctionInfo, limit: float) -> CallError:
 def _exception_reply(error: Exception) -> Reply:
     # The last frame is the user's own and names the place without flooding the log.
     place = traceback.extract_tb(error.__traceback__)[-1]
-    try:
-        text = printable(str(error))
-    except Exception:  # user code: its __str__ may raise
-        text = "(without text)"
+    text = printable(str(error))
     message = f"{type(error).__name__}: {text} ({place.filename}:{place.lineno})"
     return Reply(error=CallError(kind="exception", message=message))
 
@@ -262,13 +257,7 @@ class _Prepared:
 
     def log_metric(self, name: str, value: float) -> None:
         """TRL's log_metric: a scalar, averaged over the calls of a step."""
-        number = as_number(value)
-        if number is None:
-            raise ValueError(
-                f"log_metric({name!r}) got {shorten(value)}, which is not a number: "
-                "log_extra takes other values, one a completion."
-            )
-        self.metrics.append((str(name), number))
+        self.metrics.append((str(name), float(value)))
 
     def reply(self, result: Any) -> Reply:
         """Check a function's return value and make it plain."""
@@ -280,7 +269,7 @@ class _Prepared:
             values = None
         # A set has no order, so its numbers belong to no completion.
         if values is None or isinstance(result, str | bytes | Mapping | Set):
-            got = f"{shorten(result)} ({type(result).__name__})"
+            got = f"{shown(result)} ({type(result).__name__})"
             return self._bad_return(f"{got} instead of a list with one number a completion")
         if len(values) != self.request.size:
             return self._bad_return(f"{len(values)} rewards for {self.request.size} completions")
@@ -298,45 +287,41 @@ class _Prepared:
 
 
 def _grade_sample(info: FunctionInfo, result: Any) -> Graded:
-    if not isinstance(result, Mapping):
-        return grade(info, result, {})
-    if has_steps(result):
+    if not isinstance(result, Mapping) or has_steps(result):
         return grade(info, result, {})
     extras = {str(k): plain(v) for k, v in result.items() if k != "score"}
     if "score" not in result:
-        message = f"{info.name} returned a dict without 'score'; its keys: {shorten(list(result))}"
-        return Graded(error=CallError(kind="bad return", message=message), extras=extras)
+        message = f"{info.name} returned a dict without 'score'; its keys: {shown(list(result))}"
+        return _bad_value(message, extras)
     return grade(info, result["score"], extras)
 
 
 def grade(info: FunctionInfo, value: Any, extras: dict[str, Any]) -> Graded:
-    """Check that `value` is None, a number of at most MOST_REWARD, or rewards of steps.
+    """Check that `value` is None, a number, or rewards of steps.
 
     Extras named `<function>/error` or `reason` say in the error why there is no such number.
     """
     if value is None:
         return Graded(extras=extras)
+    steps = None
     if has_steps(value):
         extras = extras | {str(name): plain(entry) for name, entry in value.items()}
         try:
             steps = read_steps(value)
         except ValueError as error:
-            message = f"{info.name} returned {error}"
-            return Graded(error=CallError(kind="bad return", message=message), extras=extras)
-        if not abs(steps.total) <= MOST_REWARD:
-            message = f"{info.name} returned step_scores whose sum is {steps.total:g}, {TOO_LARGE}"
-            return Graded(error=CallError(kind="bad return", message=message), extras=extras)
-        return Graded(value=steps.total, extras=extras, steps=steps)
-    number = as_number(value)
-    if number is None or not abs(number) <= MOST_REWARD:
-        what = "is no number" if number is None else "is not finite in float32"
-        if number is not None and abs(number) <= FLOAT32_MAX:
-            what = f"is {TOO_LARGE}"
-        message = f"{info.name} returned {shorten(value)} ({type(value).__name__}), which {what}"
+            return _bad_value(f"{info.name} returned {error}", extras)
+    number = as_number(value) if steps is None else steps.total
+    if number is None or not abs(number) <= FLOAT32_MAX:
+        what = "is not a number" if number is None else "is not finite in float32"
+        message = f"{info.name} returned {shown(value)} ({type(value).__name__}), which {what}"
         if why := extras.get(f"{info.name}/error") or extras.get("reason"):
             message = f"{message}: {printable(str(why))}"
-        return Graded(error=CallError(kind="bad return", message=message), extras=extras)
-    return Graded(value=number, extras=extras)
+        return _bad_value(message, extras)
+    return Graded(value=number, extras=extras, steps=steps)
+
+
+def _bad_value(message: str, extras: dict[str, Any]) -> Graded:
+    return Graded(error=CallError(kind="bad return", message=message), extras=extras)
 
 
 def as_number(value: Any) -> float | None:
@@ -353,14 +338,14 @@ def as_number(value: Any) -> float | None:
 
 
 def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """A value that JSON and msgpack can hold, for the trace.
+    """A value that JSON can hold, for the trace.
 
     Numbers that are not finite, integers beyond 64 bits and what lies too deep become text.
     """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return value if -(2**63) <= value < 2**63 else shorten(value)
+        return value if -(2**63) <= value < 2**63 else shown(value)
     number = as_number(value)
     if number is not None:
         return number if math.isfinite(number) else repr(number)
@@ -368,16 +353,7 @@ def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
         return {str(k): plain(v, depth - 1) for k, v in value.items()}
     if depth and isinstance(value, list | tuple):
         return [plain(v, depth - 1) for v in value]
-    return shorten(value, MAX_TEXT)
-
-
-def shorten(value: Any, length: int = 80) -> str:
-    """A repr that fits on a line."""
-    try:
-        text = repr(value)
-    except Exception as error:  # user code; Python's own for an integer of 5,000 digits
-        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return shown(value, MAX_TEXT)
 
 
 def printable(text: str, length: int = MAX_TEXT) -> str:

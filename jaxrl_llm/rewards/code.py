@@ -208,7 +208,7 @@ def _run_programs(
 def _judge(
     source: str, cases: list[Case], limits: Limits, left: float, limits_only: bool
 ) -> list[list[Any]]:
-    """What the judge says of the first cases: at least one, all unless the code was lost."""
+    """The judge's answers for the first cases: for all of them unless the code was lost."""
     request = {
         "code": source,
         "seconds": limits.seconds,
@@ -253,7 +253,7 @@ def _failure(case: Case, answer: list[Any]) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether the lines are equal but for spaces at their ends, or equal as numbers."""
+    """Compare line by line: as text without outer spaces, then as numbers."""
     ours, theirs = _lines(printed), _lines(expected)
     return len(ours) == len(theirs) and all(
         a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True)

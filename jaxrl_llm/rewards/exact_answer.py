@@ -21,8 +21,8 @@ WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}|#")
 
 def last_number(text: str) -> Decimal | None:
     """The last number in `text` without thousands commas; None if there is none."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-")) if numbers else None
 
 
 def truth_text(ground_truth: Any, grader: str) -> str:

@@ -31,9 +31,9 @@ FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
 
 
 def worker_reference(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any], bytes]:
-    """What a worker process needs to load a reward function: path, settings, and a pickle.
+    """Path, settings and pickle, by which a worker process loads a reward function.
 
-    The pickle is of a function that was given as an object, and else empty.
+    The pickle holds a function that was given as an object; it is empty for others.
     Raises: ValueError for an object that cannot be pickled.
     """
     path, settings = path_and_settings(function)
@@ -52,7 +52,7 @@ def worker_reference(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any]
 
 
 def path_and_settings(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any]]:
-    """Where a reward function is found, and its settings."""
+    """The path and the settings of a reward function."""
     if isinstance(function, c.Grader):
         grader = FUNCTIONS[type(function)]
         return f"{grader.__module__}:{grader.__name__}", asdict(function)
@@ -60,7 +60,5 @@ def path_and_settings(function: c.Grader | c.Custom) -> tuple[str, dict[str, Any
 
 
 def worker_limits(rewards: c.RewardConfig) -> WorkerLimits:
-    """What a process for user functions may take and see."""
-    return WorkerLimits(
-        memory_gb=rewards.memory_gb, file_gb=rewards.file_gb, environment=rewards.environment
-    )
+    """The limits of a process for user functions."""
+    return WorkerLimits(memory_gb=rewards.memory_gb, file_gb=rewards.file_gb)

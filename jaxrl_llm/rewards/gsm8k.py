@@ -17,12 +17,12 @@ def extract_answer(solution_str: str, method: str) -> str | None:
     """
     tail = solution_str[-TAIL:]
     if method == "strict":
-        found = re.findall(r"#### (-?[0-9.,]+)", tail)
-        return found[-1].replace(",", "") if found else None
-    found = re.findall(r"(-?[0-9.,]+)", tail)
-    numbers = [text for text in found if text not in ("", ".")]
+        answers = re.findall(r"#### (-?[0-9.,]+)", tail)
+        return answers[-1].replace(",", "") if answers else None
+    runs = re.findall(r"(-?[0-9.,]+)", tail)
+    numbers = [text for text in runs if text not in ("", ".")]
     # If every run is a lone dot, verl takes the first one: a wrong answer, but an answer.
-    return (numbers or found[:1] or [None])[-1]
+    return (numbers or runs[:1] or [None])[-1]
 
 
 def gsm8k(

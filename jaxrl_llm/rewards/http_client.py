@@ -22,8 +22,8 @@ T = TypeVar("T")
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 FATAL = (401, 403, 404)  # and redirects: no request can work
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0  # between two tries of a request
-MOST_BYTES = 1 << 20  # of an answer
-LEAST_S = 0.01  # of a request: 0 would not block
+MOST_BYTES = 1 << 20  # most bytes of an answer
+LEAST_S = 0.01  # shortest limit of a request: 0 would not block
 UNANSWERED = (OSError, http.client.HTTPException)  # what a server that is away or broken raises
 LATE = "not answered: total_s has passed"
 
@@ -115,8 +115,7 @@ class Server:
     def _explained(self, code: int, what: str) -> str:
         if code not in (401, 403):
             return what
-        name = self.key_variable
-        return f"{what}; set {name}, and --config.reward.environment='[\"{name}\"]'"
+        return f"{what}; the key is read from the variable {self.key_variable}"
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:

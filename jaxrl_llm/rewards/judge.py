@@ -59,7 +59,7 @@ def judge(
     answers = _cache(cache_file)
     fatal: list[str] = []  # why no request can work
 
-    def one(i: int) -> _Judged:
+    def one(i: int) -> _Grade:
         texts = (_last_text(prompts[i]), _last_text(completions[i]), _truth(ground_truth[i]))
         body = {
             "model": model,
@@ -74,22 +74,22 @@ def judge(
                     raise RequestError(f"not asked, as another request failed for good: {fatal[0]}")
                 answer = server.ask(body, until, _answer_text)
                 answers.put(url, body, answer)
-            return _Judged(read_score(answer, pattern, scale) / scale, answer)
+            return _Grade(read_score(answer, pattern, scale) / scale, answer)
         except RequestError as error:
             if error.fatal:
                 fatal.append(str(error))
-            return _Judged(error=str(error))
+            return _Grade(error=str(error))
 
-    late = _Judged(error=LATE)  # the answer is still cached
-    found = in_time(one, len(prompts), late, concurrency=concurrency, until=until)
-    log_extra("judge/answer", [judged.answer for judged in found])
-    if any(judged.error for judged in found):
-        log_extra(ERROR_COLUMN, [judged.error for judged in found])
-    return [judged.score for judged in found]
+    late = _Grade(error=LATE)  # the answer is still cached
+    grades = in_time(one, len(prompts), late, concurrency=concurrency, until=until)
+    log_extra("judge/answer", [grade.answer for grade in grades])
+    if any(grade.error for grade in grades):
+        log_extra(ERROR_COLUMN, [grade.error for grade in grades])
+    return [grade.score for grade in grades]
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Grade:
     """One sample: its score with the judge's answer, or why it has none."""
 
     score: float = math.nan
@@ -112,9 +112,8 @@ def filled(template: str, texts: Sequence[str]) -> str:
 
 def read_score(answer: str, pattern: str, scale: float) -> float:
     """The last number that the pattern finds, from -scale to scale. Raises RequestError."""
-    found = re.findall(pattern, answer)
     try:
-        score = float(found[-1])
+        score = float(re.findall(pattern, answer)[-1])
     except (IndexError, ValueError):
         raise RequestError(f"no score in the judge's answer: {answer[-200:]!r}") from None
     if not abs(score) <= scale:
@@ -134,30 +133,30 @@ def _truth(value: Any) -> str:
 # ------------------------------------------------------------------------- the cache
 
 
-class Answers:
+class AnswerCache:
     """Answers by request, in memory and, with a path, in a file of JSON lines."""
 
     def __init__(self, path: str):
         self._path = Path(path) if path else None
-        self._found: dict[str, str] = {}
+        self._answers: dict[str, str] = {}
         self._lock = threading.Lock()
         if self._path is not None and self._path.exists():
             for line in self._path.read_text().splitlines():
                 try:
                     entry = json.loads(line)
-                    self._found[entry["request"]] = entry["answer"]
+                    self._answers[entry["request"]] = entry["answer"]
                 except (ValueError, LookupError, TypeError):
                     continue  # a kill has torn the line
 
     def get(self, url: str, body: Mapping[str, Any]) -> str | None:
         """The answer to this request, if it was asked before."""
-        return self._found.get(_key(url, body))
+        return self._answers.get(_key(url, body))
 
     def put(self, url: str, body: Mapping[str, Any], answer: str) -> None:
         """Keep an answer."""
         line = json.dumps({"request": _key(url, body), "answer": answer}) + "\n"
         with self._lock:
-            self._found[_key(url, body)] = answer
+            self._answers[_key(url, body)] = answer
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "a") as file:
@@ -165,8 +164,8 @@ class Answers:
 
 
 @cache
-def _cache(path: str) -> Answers:
-    return Answers(path)
+def _cache(path: str) -> AnswerCache:
+    return AnswerCache(path)
 
 
 def _key(url: str, body: Mapping[str, Any]) -> str:

@@ -32,13 +32,13 @@ def absolute_path(path: str) -> str:
 
 
 def is_builtin(path: str) -> bool:
-    """Whether the function is a grader of this package, trusted to run in the trainer's process."""
+    """True for a grader of this package, which may run in the trainer's process."""
     return references.split_path(path)[0].startswith("jaxrl_llm.rewards.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionInfo:
-    """How a reward function is called, and with what."""
+    """A reward function's kind of call, and its arguments."""
 
     path: str
     name: str
@@ -97,7 +97,7 @@ def inspect_function(
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a builtin
+    except ValueError:  # a builtin function
         raise ValueError(f"{path} does not say what it takes. Write {SIGNATURES}.") from None
     parameters = signature.parameters.values()
     fillable = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -110,8 +110,8 @@ def inspect_function(
         is_sample or takes_columns or set(names) & {"prompts", "completions", "completion_ids"}
     ):
         raise ValueError(
-            f"{path} has the signature ({', '.join(map(str, parameters))}), which is not that of a "
-            f"reward function. Write {SIGNATURES}."
+            f"{path} has the signature ({', '.join(map(str, parameters))}), which is not a "
+            f"reward function's. Write {SIGNATURES}."
         )
     legal = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + beyond
     _check_settings(path, legal, settings)

@@ -14,12 +14,10 @@ import numpy as np
 from jaxrl_llm.config import Custom, Grader
 from jaxrl_llm.observability.moments import Moments
 from jaxrl_llm.observability.names import is_reserved
-from jaxrl_llm.references import split_path
+from jaxrl_llm.references import shown, split_path
 from jaxrl_llm.rewards.calling import (
     GIVEN_FIELDS,
     LOGGING,
-    MOST_REWARD,
-    TOO_LARGE,
     BatchCall,
     CallError,
     Graded,
@@ -31,7 +29,6 @@ from jaxrl_llm.rewards.calling import (
     call,
     check_columns,
     sample_call,
-    shorten,
     split_batch,
 )
 from jaxrl_llm.rewards.graders import worker_reference
@@ -42,13 +39,13 @@ from jaxrl_llm.rewards.loading import (
 )
 from jaxrl_llm.rewards.statistics import RewardStatistics
 from jaxrl_llm.rewards.steps import Steps
-from jaxrl_llm.rewards.workers.pool import Hopeless, Task, WorkerLimits, WorkerPool
+from jaxrl_llm.rewards.workers.pool import LostCalls, WorkerLimits, WorkerPool
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
     from jaxrl_llm.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
-READ_TRUTH = "read_truth"  # of the module of a grader that runs in the pool
+READ_TRUTH = "read_truth"  # function of a grader's module, if the grader runs in the pool
 TRUTHS = ("ground_truth", "answer", "solution", "reward_model")  # columns that may hold it
 
 
@@ -57,7 +54,7 @@ class RewardFailure:
     """A sample that got the failure value, and why."""
 
     function: str
-    index: int  # of the sample in the batch
+    index: int  # place of the sample in the batch
     kind: str  # exception | crash | timeout | bad return | not run | not applicable
     message: str
     prompt: str
@@ -66,8 +63,8 @@ class RewardFailure:
     def describe(self) -> str:
         """One line for a log."""
         return (
-            f"{self.function}: {self.kind}: {self.message}; prompt {shorten(self.prompt)}, "
-            f"completion {shorten(self.completion)}"
+            f"{self.function}: {self.kind}: {self.message}; prompt {shown(self.prompt)}, "
+            f"completion {shown(self.completion)}"
         )
 
 
@@ -80,7 +77,7 @@ class RewardResult:
     statistics: RewardStatistics  # adds up over the processes that graded parts of a batch
     extras: list[dict[str, Any]]  # one a sample: log_extra columns, other keys of verl dicts
     failures: list[RewardFailure] = field(default_factory=list)
-    # Of each sample: the weight of a function, and the rewards of steps that it gave.
+    # For each sample: weights of functions, and the rewards of steps that they gave.
     steps: list[list[tuple[float, Steps]]] = field(default_factory=list)
 
     @property
@@ -128,24 +125,11 @@ class RewardManager:
         timeout: float = 30.0,
         num_workers: int = 2,
         max_concurrency: int = 64,
-        give_up_after: int = 16,
         total_steps: int | None = None,
         limits: WorkerLimits | None = None,
     ) -> None:
-        if not functions:
-            raise ValueError("No reward function: give at least one, such as ExactAnswer().")
         weights = [1.0] * len(functions) if weights is None else list(weights)
-        if len(weights) != len(functions):
-            raise ValueError(
-                f"{len(weights)} reward weights for {len(functions)} functions: give one each."
-            )
-        if timeout <= 0 or num_workers < 1 or not np.isfinite(failure_value):
-            raise ValueError(
-                f"timeout={timeout}, num_workers={num_workers}, failure_value={failure_value}: "
-                "need timeout > 0, num_workers >= 1 and a finite failure_value."
-            )
         self._failure_value = failure_value
-        self._give_up_after = give_up_after
         self._total_steps = total_steps
         self._wanted: tuple[str, ...] = ()  # columns that functions ask for and some row has
         references = [worker_reference(function) for function in functions]
@@ -188,24 +172,23 @@ class RewardManager:
         columns: Collection[str],
         renamed: Mapping[str, str] | None = None,
         *,
-        of_all: bool = True,
+        all_rows: bool = True,
     ) -> None:
-        """Refuse functions that ask for none of the `columns` of the rows. Raises ValueError.
+        """Check that the rows have the columns that functions ask for. Raises ValueError.
 
-        It also refuses built-in graders when no row has a right answer.
+        A grader of ours that compares with a right answer needs a column that has one.
 
-        `renamed` has our names and the data's, of columns that config.data.columns renames. A
-        batch may then lack a column that other rows have: its values are None there. Without
-        `of_all` the columns are those of a sample of the rows, and one that is not there is named
-        in a warning.
+        `renamed` maps our names to the data's, as config.data.columns does. A batch may lack a
+        column that other rows have; its values are then None. Without `all_rows`, `columns` come
+        from a sample of the rows, and a missing column is only a warning.
         """
         for function in self._functions:
-            if of_all:
+            if all_rows:
                 _check_truth(function.info, columns)
             try:
                 check_columns(function.info, columns, renamed)
             except ValueError as error:
-                if of_all:
+                if all_rows:
                     raise
                 log.warning("No row of a sample of the streamed data has it. %s", error)
                 known = {*LOGGING, *GIVEN_FIELDS}
@@ -214,9 +197,9 @@ class RewardManager:
         self._wanted = tuple(name for name in columns if name in asked)
 
     def unreadable(self, truths: Sequence[Any]) -> dict[str, str]:
-        """Of each grader of ours that compares with a right answer: why it can read no `truths`.
+        """Why a grader of ours can read none of the right answers `truths`, by its name.
 
-        The text is empty where it can read one. Without truths there is nothing to say.
+        The text is empty where it can read one. Without truths, no grader is named.
         """
         return {
             function.name: _first_fault(function.read_truth, truths)
@@ -244,14 +227,9 @@ class RewardManager:
     ) -> RewardResult:
         """Score completion i as an answer to prompt i. `prompts` repeats a prompt for its group.
 
-        Raises ValueError when a function asks for a column that the data do not have, logs a
-        metric under a name that the trainer writes, or weights make a score too large.
+        Raises ValueError when a function asks for a column that the data do not have, or logs a
+        metric under a name that the trainer writes.
         """
-        if len(prompts) != len(completions):
-            raise ValueError(
-                f"{len(prompts)} prompts for {len(completions)} completions: repeat each prompt "
-                "once a completion."
-            )
         replies: list[tuple[_Function, list[Reply]]] = []
         if prompts:
             state = TrainerState(global_step=step, max_steps=self._total_steps)
@@ -313,19 +291,9 @@ class RewardManager:
             scores += np.float32(function.weight) * np.nan_to_num(part, nan=0.0)
             applicable |= ~np.isnan(part)
         scores[~applicable] = self._failure_value
-        if not (np.abs(scores) <= MOST_REWARD).all():
-            raise ValueError(
-                f"a score is {np.abs(scores).max():g}, {TOO_LARGE}; take a smaller "
-                "config.reward.weights or config.reward.failure_value"
-            )
         return scores, applicable
 
     def _check_name(self, name: str, function: _Function) -> None:
-        if not name.rpartition("/")[2].strip():
-            raise ValueError(
-                f"The reward function {function.info.path} logs the metric {name!r}, which has no "
-                f"name. Give it one, such as '{function.name}/words'."
-            )
         ours = {f"rewards/{n}/{end}" for n in self.names for end in ("mean", "std", "failures")}
         if is_reserved(name) or name in ours:
             raise ValueError(
@@ -378,9 +346,8 @@ class RewardManager:
         calls = function.calls(batch, samples)
         if function.info.kind == "sample" and not function.info.is_async:
             return self._one_by_one(function, calls)
-        operation = "run" if function.info.kind == "batch" else "gather"
-        task = Task(function=function.index, calls=calls, operation=operation)
-        return [self._pool.submit(task, Hopeless(self._give_up_after))]
+        together = function.info.kind == "sample"  # async: they wait at the same time
+        return [self._pool.submit(function.index, calls, LostCalls(), together=together)]
 
     def _one_by_one(
         self, function: _Function, calls: Sequence[BatchCall | SampleCall]
@@ -388,9 +355,8 @@ class RewardManager:
         # Several chunks a worker, so that a slow one does not hold up the end.
         size = -(-len(calls) // (4 * self._pool.num_workers))
         chunks = [calls[i : i + size] for i in range(0, len(calls), size)]
-        hopeless = Hopeless(self._give_up_after)
-        tasks = [Task(function=function.index, calls=chunk) for chunk in chunks]
-        return [self._pool.submit(task, hopeless) for task in tasks]
+        lost = LostCalls()
+        return [self._pool.submit(function.index, chunk, lost) for chunk in chunks]
 
 
 def _results(futures: Sequence[Future[list[Reply]]]) -> list[Reply]:
@@ -398,7 +364,7 @@ def _results(futures: Sequence[Future[list[Reply]]]) -> list[Reply]:
 
 
 def _blames_all(function: _Function, reply: Reply) -> bool:
-    """Whether one sample may have caused the error of all samples called with it."""
+    """True where one sample may have caused the error of all samples called with it."""
     if reply.error is None or reply.error.kind not in ("exception", "crash", "timeout"):
         return False
     return function.info.kind == "batch" or reply.error.shared
@@ -477,20 +443,20 @@ def _failure(
 def refuse_unreadable(everyone: Sequence[Mapping[str, str]], data: str) -> None:
     """ValueError where a grader can read no right answer of the rows of any process.
 
-    Each process gives what `RewardManager.unreadable` found in its own rows.
+    Each process gives `RewardManager.unreadable` of its own rows.
     """
-    for name in sorted({name for found in everyone for name in found}):
-        faults = [found[name] for found in everyone if name in found]
-        if all(faults):
+    for name in sorted({name for faults in everyone for name in faults}):
+        reasons = [faults[name] for faults in everyone if name in faults]
+        if all(reasons):
             raise ValueError(
-                f"{name} can grade no row of the {data} data; of the first, {faults[0]}. It reads "
+                f"{name} can grade no row of the {data} data; of the first, {reasons[0]}. It reads "
                 "the column ground_truth, answer or solution; another one is "
                 "--config.data.columns={ground_truth: THEIRS}"
             )
 
 
 def _compares(info: FunctionInfo) -> bool:
-    """Whether it is a grader of ours that compares with the right answer of a row."""
+    """True for a grader of ours that compares with the right answer of a row."""
     return is_builtin(info.path) and info.kind == "sample" and "ground_truth" in info.required
 
 

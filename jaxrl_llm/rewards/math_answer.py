@@ -13,8 +13,8 @@ from jaxrl_llm.rewards.exact_answer import truth_text
 
 RUNS_IN_POOL = True  # a comparison can take seconds, and a huge power can only be killed
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-MOST_CHARACTERS = 2_000  # of an answer: no true one is longer
-MOST_BOXES = 64  # that are looked at, from the end
+MOST_CHARACTERS = 2_000  # longest answer that is read
+MOST_BOXES = 64  # most boxes that are tried, from the end
 FARTHEST = 2 * MOST_CHARACTERS  # a box that is still open there is not closed
 
 
@@ -74,7 +74,7 @@ def _expected(ground_truth: Any) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} whose brace is closed; None without one."""
+    r"""The text in the last \boxed{...} whose brace is closed; None without one."""
     for match in reversed([*BOX.finditer(text)][-MOST_BOXES:]):
         closed = _closing(text, match.end() - 1)
         if closed is not None:

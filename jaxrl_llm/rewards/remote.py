@@ -12,7 +12,7 @@ from jaxrl_llm.rewards.http_client import LATE, RequestError, in_time, server_of
 
 RUNS_IN_POOL = True  # a call waits for a server
 ERROR_COLUMN = "remote/error"  # `calling.grade` puts its texts into the failures
-OURS = ("trainer_state", "log_metric", "completion_ids")  # that are no columns of the data
+OURS = ("trainer_state", "log_metric", "completion_ids")  # parameters that are not columns
 
 
 def remote(
@@ -56,7 +56,7 @@ def remote(
         try:
             if fatal:
                 raise RequestError(f"not asked, as another request failed for good: {fatal[0]}")
-            return _Answer(server.ask({"rows": part}, until, lambda found: _grades(found, part)))
+            return _Answer(server.ask({"rows": part}, until, lambda answer: _grades(answer, part)))
         except RequestError as error:
             if error.fatal:
                 fatal.append(str(error))
@@ -86,16 +86,18 @@ def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[-1].get("content", ""))
 
 
-def _grades(found: Any, rows: Sequence[Any]) -> list[Any]:
+def _grades(answer: Any, rows: Sequence[Any]) -> list[Any]:
     """One grade a row. ValueError for an answer of another form."""
-    grades = found["scores"] if isinstance(found, Mapping) else found
+    grades = answer["scores"] if isinstance(answer, Mapping) else answer
     if not isinstance(grades, list) or len(grades) != len(rows):
         number = len(grades) if isinstance(grades, list) else json.dumps(grades)[:80]
         raise ValueError(f"the answer has {number} scores for {len(rows)} rows")
     for grade in grades:
         score = grade["score"] if isinstance(grade, Mapping) and not _in_steps(grade) else grade
         if not (score is None or _in_steps(score) or type(score) in (int, float)):
-            raise ValueError(f"{json.dumps(grade)[:80]} is no number and no object with a score")
+            raise ValueError(
+                f"{json.dumps(grade)[:80]} is neither a number nor an object with a score"
+            )
     return grades
 
 

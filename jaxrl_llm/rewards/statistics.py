@@ -9,7 +9,7 @@ from jaxrl_llm.observability.moments import Moments
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStatistics:
-    """Statistics of the reward functions on some samples; `merge` gives those of all samples."""
+    """Statistics of the reward functions on some samples; `merge` adds them up over all samples."""
 
     logged: dict[str, Moments] = field(default_factory=dict)  # by metric name
     parts: dict[str, Moments] = field(default_factory=dict)  # rewards by function, without NaN
@@ -17,8 +17,8 @@ class RewardStatistics:
     num_failed: int = 0  # samples with a failure of some function
 
     def metrics(self) -> dict[str, float]:
-        """What functions logged, rewards/<function>/{mean,std,failures} and rewards/failures."""
-        metrics = {name: found.mean for name, found in self.logged.items()}
+        """Metrics that functions logged, and the statistics under rewards/."""
+        metrics = {name: moments.mean for name, moments in self.logged.items()}
         for name, part in self.parts.items():
             if part.count:
                 metrics[f"rewards/{name}/mean"] = part.mean
@@ -43,8 +43,8 @@ def merge(statistics: Iterable[Mapping[str, Any]]) -> RewardStatistics:
     failures: dict[str, int] = {}
     num_failed = 0
     for one in statistics:
-        for total, own in ((logged, one["logged"]), (parts, one["parts"])):
-            for name, numbers in own.items():
+        for total, moments in ((logged, one["logged"]), (parts, one["parts"])):
+            for name, numbers in moments.items():
                 total[name] = total.get(name, Moments()) + Moments(*numbers)
         for name, count in one["failures"].items():
             failures[name] = failures.get(name, 0) + count

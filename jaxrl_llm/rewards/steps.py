@@ -47,39 +47,39 @@ class Steps:
 
 
 def has_steps(value: Any) -> bool:
-    """Whether a function's answer for a sample gives rewards of steps."""
+    """True where a function's answer for a sample has rewards of steps."""
     return isinstance(value, Mapping) and any(name in value for name in KEYS)
 
 
 def read_steps(value: Mapping[str, Any]) -> Steps:
     """The steps of a function's answer. ValueError says what is wrong with it."""
-    given = [name for name in ENDS if name in value]
-    if SCORES not in value or len(given) != 1:
+    units = [name for name in ENDS if name in value]
+    if SCORES not in value or len(units) != 1:
         raise ValueError("rewards of steps need 'step_scores' and one of " + ", ".join(ENDS))
     if "score" in value:
         raise ValueError(
             "'score' and 'step_scores': the score is the sum of the steps; give the reward of the "
             "outcome in a function of its own"
         )
-    scores, ends = _numbers(value[SCORES], SCORES), _numbers(value[given[0]], given[0])
+    scores, ends = _numbers(value[SCORES], SCORES), _numbers(value[units[0]], units[0])
     if len(scores) != len(ends):
-        raise ValueError(f"{len(scores)} step_scores and {len(ends)} {given[0]}")
+        raise ValueError(f"{len(scores)} step_scores and {len(ends)} {units[0]}")
     whole = tuple(int(end) for end in ends)
     if whole != ends or list(whole) != sorted(set(whole)) or min(whole, default=1) < 1:
-        raise ValueError(f"{given[0]} must be whole numbers from 1 on that ascend: {list(ends)}")
-    return Steps(scores=scores, ends=whole, unit=ENDS[given[0]])
+        raise ValueError(f"{units[0]} must be whole numbers from 1 on that ascend: {list(ends)}")
+    return Steps(scores=scores, ends=whole, unit=ENDS[units[0]])
 
 
 def _numbers(values: Any, name: str) -> tuple[float, ...]:
-    found: list[float] = []
-    # A worker does not import numpy: it would cost every one of them memory.
+    finite: list[float] = []
+    # Workers do not import numpy, which would cost each of them memory.
     values = values.tolist() if hasattr(values, "tolist") else values
     for value in values if isinstance(values, Sequence) else [None]:
         number = float(value) if isinstance(value, numbers.Real) else math.nan
         if not abs(number) <= FLOAT32_MAX:
             raise ValueError(f"{name} must be a list of finite numbers")
-        found.append(number)
-    return tuple(found)
+        finite.append(number)
+    return tuple(finite)
 
 
 def last_tokens(steps: Steps, completion: "Completion", tokenizer: "Tokenizer") -> list[int]:

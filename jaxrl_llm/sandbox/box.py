@@ -42,33 +42,33 @@ class SandboxUnavailable(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may take, with all processes that it starts."""
+    """Limits of a program, with all processes that it starts."""
 
-    seconds: float = 10.0  # of the clock, and of the CPU for each process
+    seconds: float = 10.0  # by the clock, and CPU time of each process
     memory_mb: int = 1024
     processes: int = 32
-    tmp_mb: int = 64  # of the only folder that it can write to
-    output_kb: int = 1024  # of each of its outputs
+    tmp_mb: int = 64  # size of the only folder that it can write to
+    output_kb: int = 1024  # size of each of its outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a program ended, and what it wrote."""
+    """The end of a program, and its outputs."""
 
-    # "ended": by itself. Else: which limit it passed, or "lost" with its sandbox.
+    # "ended" by itself; the limit that it passed; or "lost" with its sandbox
     why: Literal["ended", "timeout", "memory", "processes", "output", "lost"]
     code: int | None = None  # its exit code; a signal is negative
-    stdout: str = ""  # bytes that are no UTF-8 are replaced
+    stdout: str = ""  # other bytes than UTF-8 are replaced
     stderr: str = ""
-    result: str = ""  # what it wrote to descriptor 3
+    result: str = ""  # output on descriptor 3
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """True if it ended by itself with exit code 0."""
         return self.why == "ended" and self.code == 0
 
     def describe(self) -> str:
-        """How it ended, in words."""
+        """Say how it ended."""
         if self.why != "ended":
             return {"timeout": "it ran too long", "memory": "it took too much memory",
                     "processes": "it started too many processes", "lost": "its sandbox was lost",
@@ -116,7 +116,7 @@ class Sandbox:
         return self.outcome()
 
     def run_source(self, source: str, *, stdin: str = "", seconds: float | None = None) -> Outcome:
-        """Run a program, for at most `seconds` if these are fewer than those of its limits."""
+        """Run a program, for at most `seconds`, and at most the seconds of its limits."""
         self.start(["main.py"], files={"main.py": source}, stdin=stdin, seconds=seconds)
         return self.outcome()
 

@@ -30,7 +30,7 @@ SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternativ
 
 
 def isolate(read_only: list[str]) -> None:
-    """Leave all namespaces but that of processes, which the next child leaves.
+    """Leave all namespaces; the namespace of processes is left by the next child.
 
     Afterwards the tree has the system's programs, `read_only` and nothing else, and this process
     is "nobody", with rights over its own namespaces only. Raises OSError where that is forbidden.
@@ -62,7 +62,7 @@ def fresh_folder(num_bytes: int) -> None:
 
 
 def python_folders() -> list[str]:
-    """What a Python program needs to be able to read: the interpreter and its packages."""
+    """Folders that a Python program must read: the interpreter and its packages."""
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()}
     paths = sorted(os.path.realpath(folder) for folder in folders)
     return [path for path in paths if path != "/" and not f"{path}/".startswith("/usr/")]

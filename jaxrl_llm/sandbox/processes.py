@@ -1,6 +1,6 @@
 """Processes below this one: which there are, what they take, and how all of them end. Linux only.
 
-The standard library alone is imported, since the parents of workers and of sandboxes use it.
+It imports the standard library alone, since workers and first processes of sandboxes use it.
 """
 
 import ctypes
@@ -29,22 +29,22 @@ def adopt_orphans() -> None:
 
 def children(pid: int) -> list[int]:
     """The processes whose parent is `pid`."""
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`."""
-    own = children(pid)
-    return own + [below for child in own for below in descendants(child)]
+    direct = children(pid)
+    return direct + [below for child in direct for below in descendants(child)]
 
 
 def memory_above(pids: list[int], limit: int) -> bool:
-    """Whether processes together hold more than `limit` bytes. What they share counts once."""
+    """True if processes together hold more than `limit` bytes. Shared memory counts once."""
     # The second question is slower.
     return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 

@@ -18,12 +18,14 @@ from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.program.stage import States
+from jaxrl_llm.supervision.listener import Listener, Wish
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, nonfinite_values
 
 REARM = 10  # steps without the condition, before an alarm may fire again
 SHOWN = 5  # names in an event
 NONFINITE = "nonfinite"
 STEP = "step"
+WISHES = {"warn": Wish.NOTHING, "save": Wish.SAVE, "stop": Wish.STOP}  # by action
 
 History = list[Any]  # of JSON types
 Metrics = Mapping[str, float]
@@ -477,23 +479,20 @@ class Alarms:
 
 
 @dataclass(kw_only=True)
-class AlarmBell:
+class AlarmBell(Listener):
     """The alarms of a run, which process 0 watches, and where they are written."""
 
     alarms: Alarms
     write: Callable[[Event], None]
 
-    def step(self, step: int, metrics: dict[str, float]) -> set[str]:
-        """Write the alarms of a step; the actions that they ask for. Empty but on process 0.
-
-        Times and memory differ between processes, so the others must be asked for their agreement.
-        """
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:
+        """Write the alarms of a step, and ask for what they ask for."""
         events = self.alarms.step(step, metrics) if is_main() else []
         for event in events:
             self.write(event)
-        return {event.action for event in events}
+        return max((WISHES[event.action] for event in events), default=Wish.NOTHING)
 
-    def nonfinite(self, step: int, states: States, error: NonFiniteGradients) -> None:
+    def failed(self, step: int, states: States, error: NonFiniteGradients) -> None:
         """Write which parameters are not finite: by value, or else by gradient.
 
         Raises: NonFiniteGradients where the values are the cause. Every process must call it.

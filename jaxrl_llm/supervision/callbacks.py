@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.supervision.listener import Listener, Wish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ Callback = Callable[[StepReport], None]
 
 
 @dataclass(kw_only=True)
-class Callbacks:
+class Callbacks(Listener):
     """The callbacks of a run. They are called on the main process alone."""
 
     functions: Sequence[Callback]
@@ -58,11 +59,6 @@ class Callbacks:
         return bool(self.functions) and is_main()
 
     @property
-    def asked(self) -> bool:
-        """Whether a callback of this process has asked for the end."""
-        return bool(self._reasons)
-
-    @property
     def reason(self) -> str:
         """Why the first of them asked."""
         return self._reasons[0] if self._reasons else ""
@@ -71,11 +67,11 @@ class Callbacks:
         """Samples of a step, which has not ended; some at a time."""
         self._samples.setdefault(step, []).extend(samples)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:
         """Call each callback after a step. What it raises ends the run."""
         samples = self._samples.pop(step, [])
         if not is_main():
-            return
+            return Wish.NOTHING
         report = StepReport(
             step=step,
             total_steps=self.total_steps,
@@ -86,3 +82,4 @@ class Callbacks:
         )
         for function in self.functions:
             function(report)
+        return Wish.STOP if self._reasons else Wish.NOTHING

@@ -20,7 +20,8 @@ from jaxrl_llm.observability import profile
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.program.program import Program
 from jaxrl_llm.program.segment import Segment
-from jaxrl_llm.supervision.profiling import UNTIMED, Key, time_collectives
+from jaxrl_llm.supervision.listener import Listener
+from jaxrl_llm.supervision.profiling import UNTIMED, Key, StepProfiler, time_collectives
 from jaxrl_llm.whole_files import write_whole
 
 GROUPS = "groups of devices"  # where the first has one
@@ -71,9 +72,11 @@ class Known:
 
 
 @dataclass(kw_only=True)
-class CommunicationReport:
+class CommunicationReport(Listener):
     """The tables of the programs that a run's own steps run."""
 
+    program_of: Callable[[int], Program]  # program by step
+    profiler: StepProfiler
     folder: Path
     every: int  # steps between tables on the console; 0 never
     total_steps: int
@@ -85,17 +88,12 @@ class CommunicationReport:
     _program: Program | None = None
     _known: dict[str, Known] = field(default_factory=dict)
 
-    def step(
-        self, program: Program, step: int, metrics: Mapping[str, float], trace: Path | None = None
-    ) -> dict[str, float]:
-        """The metrics of a step that `program` ran; the file and the table where they are due.
+    def measured(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The communication of a step; the file and the table where they are due.
 
-        `trace` is the folder of the step's trace, if there is one.
-
-        Requires: every process calls this. The main one alone gets metrics and writes.
+        The main process alone gets metrics and writes.
         """
-        if trace is not None:
-            self.message(f"step {step} is traced in {trace}")
+        program, trace = self.program_of(step), self.profiler.trace
         if all(mesh.size == 1 for mesh in program.meshes):
             return {}
         first = self._read(program)

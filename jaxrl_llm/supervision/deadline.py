@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.supervision.listener import Listener, Wish
 from jaxrl_llm.typed_records.bounds import end_time
 
 # Epoch seconds of a job's start. A launcher sets it, so that restarts do not move the end.
@@ -17,7 +18,7 @@ MARGIN_S = 10.0  # for the end of the process
 
 
 @dataclass(kw_only=True)
-class Deadline:
+class Deadline(Listener):
     """Tells at each step's boundary whether another step and a save would end too late."""
 
     at: float  # epoch seconds; infinity never comes
@@ -30,22 +31,34 @@ class Deadline:
     def __post_init__(self) -> None:
         self._last = self.clock()
 
-    def has_come(self) -> bool:
-        """Whether the run should save now. Call it once at each step's boundary.
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:
+        """Ask for the end where another step and a save would end too late.
 
         The time of a step is that between two boundaries, with its validation.
         """
+        if not step:
+            return Wish.NOTHING
         now = self.clock()
         self._steps.append(now - self._last)
         self._last = now
-        step, save = max(self._steps), self.save_s()
-        if now + step + save + MARGIN_S <= self.at:
-            return False
+        longest, save = max(self._steps), self.save_s()
+        if now + longest + save + MARGIN_S <= self.at:
+            return Wish.NOTHING
         self.message(
             f"config.checkpoint.save_by is in {self.at - now:.0f} s, and a step takes up to "
-            f"{step:.3g} s, a save {save:.3g} s: the run saves and ends"
+            f"{longest:.3g} s, a save {save:.3g} s: the run saves and ends"
         )
-        return True
+        return Wish.STOP
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequest(Listener):
+    """Asks for the end once a signal has come."""
+
+    came: Callable[[], bool]
+
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:
+        return Wish.STOP if self.came() else Wish.NOTHING
 
 
 def read_deadline(save_by: str) -> float:

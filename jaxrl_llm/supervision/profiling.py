@@ -7,8 +7,8 @@ which is that of the text, because XLA launches what it scheduled in the order o
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from jaxrl_llm.distributed.communication import KINDS, Collective, stage_pattern
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.observability import profile
 from jaxrl_llm.observability.profile import DeviceEvent
+from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.supervision.listener import Listener
+from jaxrl_llm.supervision.watchdog import Watch
 
 FOLDER = "profile"
 UNTIMED = "no collective was timed: the trace has no GPU"
@@ -23,28 +26,34 @@ Key = tuple[str, str, str, str]  # program, stage, axis, kind
 
 
 @dataclass(kw_only=True)
-class StepProfiler:
+class StepProfiler(Listener):
     """Traces the steps that the config names, on the main process."""
 
     run_dir: Path
     steps: tuple[int, ...]
+    message: Callable[[str], None]
+    watch: Watch = field(default_factory=Watch)
+    trace: Path | None = None  # folder of the last step's trace
     _running: bool = False
 
-    def folder(self, step: int) -> Path:
-        return self.run_dir / FOLDER / f"step_{step}"
-
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, timer: Timer) -> None:
         """Begin the trace of a step, if it is to be traced."""
         if step in self.steps and is_main():
-            profile.start(self.folder(step))
+            profile.start(self._folder(step))
             self._running = True
 
-    def end(self, step: int) -> Path | None:
-        """Write the trace of the step; its folder, or None where none was begun."""
-        if not self._running:
-            return None
-        self.close()
-        return self.folder(step)
+    def measured(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write the trace of the step, if there is one."""
+        if step in self.steps:
+            self.watch.enter("profile", learn=False)  # process 0 writes a trace, others wait
+        self.trace = self._folder(step) if self._running else None
+        if self.trace is not None:
+            self.close()
+            self.message(f"step {step} is traced in {self.trace}")
+        return {}
+
+    def _folder(self, step: int) -> Path:
+        return self.run_dir / FOLDER / f"step_{step}"
 
     def close(self) -> None:
         """Write a trace that a step which failed left open."""

@@ -22,11 +22,10 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.checkpoint.identity import code_record, package_versions
+from jaxrl_llm.checkpoint.identity import file_digests, package_versions
 from jaxrl_llm.checkpoint.layout import (
     CHECKPOINTS,
     STEP_PREFIX,
-    check_name,
     is_complete,
     step_of,
 )
@@ -170,7 +169,7 @@ def _what_runs(config: Config, text: str) -> dict[str, Any]:
     """What must be the same in all processes: another one computes another part of a step."""
     return {
         "config": json.loads(text) | {"compile_cache": None},  # a node may have a disk of its own
-        "file": code_record(config),
+        "file": file_digests(config),
         "package": package_versions(),
         "jax": {name: getattr(jax.config, name) for name in JAX_SETTINGS},
     }
@@ -209,7 +208,6 @@ def _make(path: Path) -> None:
             f"the run folder {path.absolute()} has one of * ? [ in its path, and checkpoints in it "
             "could not be read; give another one with --config.run_dir=FOLDER"
         )
-    check_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -46,7 +46,7 @@ class RewardFunctions(HostReward):
         self.manager.check(
             sorted({name for x in found for name in x}),
             config.data.columns,
-            of_all=not config.data.streaming,
+            all_rows=not config.data.streaming,
         )
         if not config.data.streaming:
             truths = [prompts[index].ground_truth for index in own_indices(prompts)]

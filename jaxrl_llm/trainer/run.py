@@ -31,8 +31,9 @@ from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
-from jaxrl_llm.supervision.deadline import Deadline, read_deadline
+from jaxrl_llm.supervision.deadline import Deadline, StopRequest, read_deadline
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
+from jaxrl_llm.supervision.listener import Listener
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
 from jaxrl_llm.supervision.signals import stop_requests
@@ -44,6 +45,7 @@ from jaxrl_llm.trainer.batches import (
     PromptBatches,
     RecordBatches,
 )
+from jaxrl_llm.trainer.clock import Clock, Progress
 from jaxrl_llm.trainer.data import RunData, open_plan_and_data
 from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.output import (
@@ -66,7 +68,7 @@ from jaxrl_llm.trainer.states import (
     run_identity,
     to_items,
 )
-from jaxrl_llm.trainer.training import Clock, Training
+from jaxrl_llm.trainer.training import Training
 
 # ------------------------------------------------------------------------- an open run
 
@@ -90,7 +92,7 @@ class Run:
     stack: ExitStack
     watch: Watch
     started: float
-    alarms: Alarms
+    bell: AlarmBell
     callbacks: Callbacks
     compilations: CompileCounter
     totals: RunTotals = field(default_factory=RunTotals)
@@ -136,7 +138,7 @@ class Run:
         if checkpoint.parent != self.checkpoints.directory:
             self._save_once(states)
         self.totals = RunTotals(**loop_state["totals"])
-        self.alarms.restore(loop_state.get("alarms", {}))
+        self.bell.alarms.restore(loop_state.get("alarms", {}))
         if loop_state.get(AHEAD) and not kept_sizes(loop_state, self.config):
             self.output.message(
                 "what was generated ahead is generated again: it is of another "
@@ -179,33 +181,25 @@ class Run:
         """The run as it ended."""
         own = self._own
         assert own is not None
-        ended_early = own.stopped and own.step < own.total_steps
+        early = own.step < own.total_steps
+        alarmed = early and self.bell in own.stopped_by
+        called_off = early and self.callbacks in own.stopped_by and not alarmed
         return Summary(
             run_dir=self.run_dir,
             step=own.step,
             totals=self.totals,
             seconds=time.perf_counter() - self.started,
-            interrupted=ended_early and not own.alarmed and not own.called_off,
-            alarmed=ended_early and own.alarmed,
-            called_off=ended_early and own.called_off and not own.alarmed,
+            interrupted=early and own.stopped and not alarmed and not called_off,
+            alarmed=alarmed,
+            called_off=called_off,
             reason=self.callbacks.reason,
             checkpoint=self.checkpoints.path(own.step),
         )
 
     def _training(self, states: States, step: int) -> Training:
         """The run's own steps, from `step` on."""
-        config = self.config
-        profiler = StepProfiler(run_dir=self.run_dir, steps=config.profile.steps)
-        self.stack.callback(profiler.close)
-        batches = self._batches()
+        config, batches = self.config, self._batches()
         self.stack.callback(batches.close)
-        deadline = Deadline(
-            at=self.save_by,
-            # What is generated ahead is made ready before it is written.
-            save_s=lambda: self.checkpoints.save_seconds() + batches.saving_s,
-            message=self.output.message,
-        )
-        asked = self.stack.enter_context(stop_requests())
         return Training(
             plan=self.plan,
             batches=batches,
@@ -214,24 +208,50 @@ class Run:
             evaluations=self.data.evaluations(self.plan, self.output),
             output=self.output,
             validate_every=config.validation.every,
+            validate_first=config.validation.before_train,
+            listeners=self._listeners(batches),
             step=step,
             is_new=self.resume is None,
-            clock=Clock(totals=self.totals, compilations=self.compilations),
-            communication=CommunicationReport(
-                folder=self.run_dir,
-                every=config.log.communication_every,
-                total_steps=config.total_steps,
-                message=self.output.message,
-            ),
-            profiler=profiler,
-            stop_requested=lambda: deadline.has_come() or asked(),
             save_with=self._save,
             save_every=config.save_every,
             save_first=saves_first(config),
-            validate_first=config.validation.before_train,
-            alarms=AlarmBell(alarms=self.alarms, write=self.output.event),
-            callbacks=self.callbacks,
         )
+
+    def _listeners(self, batches: Batches) -> list[Listener]:
+        """What follows the run's own steps; the first is the innermost."""
+        config, plan, message = self.config, self.plan, self.output.message
+        profiler = StepProfiler(
+            run_dir=self.run_dir, steps=config.profile.steps, message=message, watch=self.watch
+        )
+        self.stack.callback(profiler.close)
+        return [
+            Clock(
+                plan=plan,
+                batches=batches,
+                totals=self.totals,
+                compilations=self.compilations,
+                message=message,
+            ),
+            profiler,
+            CommunicationReport(
+                program_of=lambda step: plan.at(step).program,
+                profiler=profiler,
+                folder=self.run_dir,
+                every=config.log.communication_every,
+                total_steps=config.total_steps,
+                message=message,
+            ),
+            Progress(batches=batches, totals=self.totals),
+            self.callbacks,
+            self.bell,
+            Deadline(
+                at=self.save_by,
+                # What is generated ahead is made ready before it is written.
+                save_s=lambda: self.checkpoints.save_seconds() + batches.saving_s,
+                message=message,
+            ),
+            StopRequest(came=self.stack.enter_context(stop_requests())),
+        ]
 
     def _batches(self) -> Batches:
         plan, loader = self.plan, self.data.loader
@@ -257,7 +277,7 @@ class Run:
     ) -> None:
         """Write a checkpoint: every state that steps change, and where the run stands."""
         loop_state = {"step": step, "totals": dataclasses.asdict(self.totals)} | position
-        loop_state["alarms"] = self.alarms.state()
+        loop_state["alarms"] = self.bell.alarms.state()
         loop_state[IDENTITY] = self.identity
         if self.plan.reloaded and not self._bases:
             self._bases = bases_record(self.plan, states)
@@ -411,7 +431,7 @@ def open_run(
             stack=stack,
             watch=watch,
             started=started,
-            alarms=Alarms(config=config.alarms),
+            bell=AlarmBell(alarms=Alarms(config=config.alarms), write=output.event),
             callbacks=called,
             compilations=compilations,
         )

@@ -4,14 +4,12 @@ The config holds the object. Its JSON holds a name and a digest, so that a run t
 the same object. Both records are made by the field that takes them.
 """
 
-import functools
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from jaxrl_llm.object_digests import function_digest, rows_digest
+from jaxrl_llm.object_digests import function_digest, rows_digest, source_object
 from jaxrl_llm.typed_records.bounds import Count, none_word
 from jaxrl_llm.typed_records.record import Custom, Record
 
@@ -34,11 +32,9 @@ def _as_given(value: Any) -> Any:
     """A function, or an object that can be called, as its record; others as they are."""
     if not callable(value) or isinstance(value, type):
         return value
-    function = value
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = function.__name__ if inspect.isroutine(function) else type(function).__name__
-    path = f"object:{name.strip('<>')}"  # of a lambda
+    own = source_object(value)
+    name = type(value).__name__ if own.__name__ == "__call__" else own.__name__
+    path = f"object:{name.strip('<>')}"  # a lambda's name is <lambda>
     return Given(path=path, digest=function_digest(value), function=value)
 
 

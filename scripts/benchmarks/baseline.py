@@ -22,9 +22,6 @@ from jaxrl_llm.models.flops import forward_flops, training_flops
 FOLDER = Path(__file__).resolve().parent / "peers"
 TIME_LIMIT_S = 1800
 
-# These need only jax and run in this Python; --peer_python is for the others.
-WITH_JAX = ("naive_jax_generation",)
-
 
 def run_peers(options: Options) -> list[Row]:
     """Every peer of the command on every shape, one process after the other."""
@@ -149,8 +146,7 @@ def _run_peer(name: str, work: dict[str, Any], *, python: str | None) -> list[di
 
     Each has `case` and `peer`, and `seconds` (a list, one a repeat) or `error`.
     """
-    interpreter = python if python and name not in WITH_JAX else sys.executable
-    command = [interpreter, str(FOLDER / f"{name}.py")]
+    command = [python or sys.executable, str(FOLDER / f"{name}.py")]
     try:
         done = subprocess.run(
             command, input=json.dumps(work), capture_output=True, text=True, timeout=TIME_LIMIT_S

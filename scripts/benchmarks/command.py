@@ -21,7 +21,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def run_command(options: Options, peers: Sequence[Row]) -> int:
-    """Measure, report and compare; 1 when a case failed or got worse, else 0.
+    """Measure and report; 1 when a case failed, else 0.
 
     `peers` are the rows of peers that ran before this process touched a device.
     """
@@ -52,15 +52,7 @@ def run_command(options: Options, peers: Sequence[Row]) -> int:
             lines.close()
     records.show(rows, console)
     failed = [row for row in rows if (row.error and row.who == "ours") or row.profile_error]
-    code = FAILED if failed else 0
-    if options.check is not None:
-        for text in records.regressions(rows, options.check):
-            print(f"regression: {text}", file=sys.stderr)
-            code = FAILED
-    # What got worse, or failed, is no figure to compare the next run with.
-    if options.store is not None and code == 0:
-        records.store(records.ratios(rows), options.store, about)
-    return code
+    return FAILED if failed else 0
 
 
 def describe(options: Options) -> dict[str, Any]:

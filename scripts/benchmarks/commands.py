@@ -48,7 +48,7 @@ COMMANDS = {
         default=("fixed", "rl_mix"),
         batch="ROWS, e.g. 64",
         flags=("lengths", "compiler_option"),
-        peers=("naive_jax_generation", "vllm_generation"),
+        peers=("vllm_generation",),
         refused=_NO_SIZES
         | {"rollout.temperature": "the check compares log-probs at temperature 1"},
     ),

@@ -44,8 +44,6 @@ class Options:
     baseline: bool
     peer_python: str | None
     json: Path | None
-    check: Path | None
-    store: Path | None
     devices: int
     compile_cache: Path | None
     profile: Path | None
@@ -131,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline", action="store_true")
     parser.add_argument("--shape", dest="shapes")
     parser.add_argument("--peer_python")
-    for flag in ("lengths", "json", "check", "store", "compile_cache", "profile"):
+    for flag in ("lengths", "json", "compile_cache", "profile"):
         parser.add_argument(f"--{flag}", type=Path)
     parser.add_argument(
         "--compiler_option", dest="compiler_options", type=_named, action="append", default=[]
@@ -200,13 +198,6 @@ def _check_flags(given: argparse.Namespace, overrides: Sequence[tuple[str, str]]
         only = ONLY_WITH.get(flag)
         if only and given.workloads != (only,):
             raise ConfigError(f"--{flag} is measured on {only} alone: --workload={only}")
-    if "lengths" in given.workloads and given.lengths is None:
-        raise ConfigError("--workload=lengths measures your own lengths: add --lengths=FILE")
-    if given.window == 1:
-        raise ConfigError(
-            "--window=1: a token that sees only itself gives its query no gradient to compare; "
-            "2 or more works"
-        )
     if given.baseline and command.peers is None:
         peers = ", ".join(key for key, one in COMMANDS.items() if one.peers is not None)
         raise ConfigError(f"--baseline: {name} has no peer to run; these have: {peers}")
@@ -214,11 +205,6 @@ def _check_flags(given: argparse.Namespace, overrides: Sequence[tuple[str, str]]
         raise ConfigError(
             "--baseline: TRL has a GRPOTrainer alone; --workload=grpo or grpo_lora works"
         )
-    for flag in ("check", "store"):
-        if getattr(given, flag) is not None and not given.baseline:
-            raise ConfigError(f"--{flag} compares ratios with a peer; add --baseline")
-    if given.check is not None and not given.check.is_file():
-        raise ConfigError(f"--check={given.check}: no such file; --store={given.check} makes it")
     for key, _ in overrides:
         if name == "attention":
             raise ConfigError("attention takes no --config.KEY: it measures kernels, not a run")
@@ -230,10 +216,6 @@ def _check_sizes(options: Options) -> None:
     """Refuse sizes that do not fit each other, and configs that no run would take."""
     if "rl_mix" in options.workloads and math.prod(options.groups or (1,)) > NUM_MIX_LENGTHS:
         raise ConfigError(f"--groups: rl_mix has {NUM_MIX_LENGTHS} lengths; 128x8 takes all")
-    if options.baseline and len({prompt for prompt, _ in options.lengths}) > 1:
-        raise ConfigError(
-            "--baseline: the peers take prompts of one length; drop it, or give such --lengths"
-        )
     for shape in options.shapes:
         for workload in options.workloads if options.command == "rl_step" else ("ppo",):
             options.config(shape, workload)

@@ -1,7 +1,8 @@
 """Predicted against measured steps: python scripts/benchmarks/planned_steps.py [--write]
 
 Plans every step of docs/measured_steps.jsonl without compiling, and prints the errors. `--write`
-puts the table into docs/planner.md.
+puts the table into docs/planner.md. A row has the name of a shape, or the sizes of its model as
+`hf_config`.
 """
 
 import json
@@ -20,7 +21,8 @@ from jaxrl_llm.estimate.devices import Devices  # noqa: E402
 from jaxrl_llm.estimate.estimate import Estimate, placed  # noqa: E402
 from jaxrl_llm.estimate.rates import rates_of  # noqa: E402
 from jaxrl_llm.estimate.work import Job, Work, work_of  # noqa: E402
-from jaxrl_llm.models.config import GatedDelta, Latent, ModelConfig  # noqa: E402
+from jaxrl_llm.models.config import ModelConfig  # noqa: E402
+from jaxrl_llm.models.families import config_from_hf  # noqa: E402
 from jaxrl_llm.models.shapes import SHAPES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +78,7 @@ def work_of_row(row: dict[str, Any]) -> Work:
             config = apply_override(config, *text.split("=", 1))
         return work_of(config)
     config = run_config(
-        shape_of(row["shape"]),
+        model_of(row),
         algorithm=row["algorithm"],
         lengths=(row["prompt"], row["response"]),
         groups=tuple(row["groups"]),
@@ -91,87 +93,9 @@ def work_of_row(row: dict[str, Any]) -> Work:
     return work
 
 
-def shape_of(name: str) -> ModelConfig:
-    """A named shape, Qwen2.5-3B, which has no benchmarks of its own, or layers of a mixture."""
-    if name in SHAPES:
-        return SHAPES[name]
-    if name in CUT:
-        return CUT[name]()
-    assert name == "qwen2.5-3b"
-    small = SHAPES["qwen2.5-1.5b"]
-    return replace(
-        small,
-        hidden_size=2048,
-        intermediate_size=11_008,
-        num_layers=36,
-        num_heads=16,
-        sliding_window=(),
-    )
-
-
-def _few_layers(name: str, mixture: dict[str, int], **sizes: Any) -> ModelConfig:
-    """Four layers of a published shape with these sizes."""
-    whole = SHAPES[name]
-    assert whole.mixture is not None
-    sizes = {
-        "vocab_size": 32_768,
-        "num_layers": 4,
-        "sliding_window": whole.sliding_window[:4],
-        **sizes,
-    }
-    return replace(whole, mixture=replace(whole.mixture, **mixture), **sizes)
-
-
-# Rows of docs/results.jsonl name the experts and the hidden size. What they do not name is that of
-# the published model here, but for a vocabulary of 32,768 where its own would not fit the card.
-CUT = {
-    "llama-70b-16layers": lambda: replace(
-        SHAPES["llama-3.1-70b"], num_layers=16, sliding_window=()
-    ),
-    "hybrid-2b": lambda: ModelConfig(
-        family="qwen3_5_text",
-        vocab_size=248_320,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_layers=24,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=256,
-        rotary_factor=0.25,
-        unit_offset=True,
-        qk_norm=True,
-        tie_word_embeddings=True,
-        attention_gate=True,
-        delta=GatedDelta(
-            period=4, key_heads=16, value_heads=16, key_dim=128, value_dim=128, conv_size=4
-        ),
-    ),
-    "qwen3moe-4layers": lambda: _few_layers("qwen3-30b-a3b", {"num_experts": 64}),
-    "gptoss-4layers": lambda: _few_layers(
-        "gpt-oss-20b",
-        {"num_experts": 16, "expert_size": 2048},
-        hidden_size=2048,
-        intermediate_size=2048,
-    ),
-    "deepseek-4layers": lambda: _few_layers(
-        "deepseek-v3",
-        {
-            "num_experts": 64,
-            "experts_per_token": 6,
-            "expert_size": 1408,
-            "shared_size": 2816,
-            "dense_layers": 1,
-            "num_groups": 1,
-            "groups_per_token": 1,
-        },
-        hidden_size=2048,
-        intermediate_size=11_264,
-        num_heads=16,
-        num_kv_heads=16,
-        vocab_size=163_840,
-        latent=Latent(kv_rank=512, query_rank=None, rope_dim=64, value_dim=128),
-    ),
-}
+def model_of(row: dict[str, Any]) -> ModelConfig:
+    """The model of a row: a named shape, or the sizes that the row has."""
+    return config_from_hf(row["hf_config"]) if "hf_config" in row else SHAPES[row["shape"]]
 
 
 def table_lines() -> list[str]:

@@ -1,20 +1,14 @@
-"""Results as JSON lines, as a table, and as ratios for the regression gate. No jax."""
+"""Results as JSON lines, as a table, and as ratios to the peers. No jax."""
 
 import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl_llm.config import ConfigError
-
-# How much worse than stored a ratio to the peer may be.
-TIME_TOLERANCE = 0.15
-MEMORY_TOLERANCE = 0.02
 SHOWN = 12  # kernels of a profile in the table; the others together
 
 
@@ -108,42 +102,6 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
         if own.memory_bytes and row.memory_bytes:
             found[f"{row.key}/{row.who}/memory"] = own.memory_bytes / row.memory_bytes
     return found
-
-
-def regressions(rows: Sequence[Row], file: Path) -> list[str]:
-    """Messages for each ratio that is worse than stored; ConfigError if nothing can be compared.
-
-    A stored ratio without a figure in `rows` counts as worse if our case is there: the peer died.
-    """
-    found = ratios(rows)
-    stored: dict[str, float] = json.loads(file.read_text())["ratios"]
-    common = [name for name in found if name in stored]
-    measured = {row.key for row in rows if row.who == "ours"}
-    missing = [n for n in stored if n not in found and n.rsplit("/", 2)[0] in measured]
-    if not common and not missing:
-        raise ConfigError(
-            f"--check={file}: holds none of this command's figures; add them with --store={file}"
-        )
-    worse = [f"{name}: stored {stored[name]:.3f}, and no figure to compare" for name in missing]
-    for name in common:
-        tolerance = TIME_TOLERANCE if name.endswith("/time") else MEMORY_TOLERANCE
-        if not found[name] <= stored[name] * (1 + tolerance):
-            worse.append(
-                f"{name}: {found[name]:.3f} of the peer's, stored {stored[name]:.3f} "
-                f"(+{tolerance:.0%} allowed)"
-            )
-    return worse
-
-
-def store(found: dict[str, float], file: Path, about: dict[str, Any]) -> None:
-    """Add the ratios to `file`, and keep those of other commands."""
-    held = json.loads(file.read_text()) if file.is_file() else {}
-    ratios = held.get("ratios", {}) | {name: round(value, 4) for name, value in found.items()}
-    sources = held.get("sources", {}) | {
-        name: f"{about['device']}, {about['date']}" for name in found
-    }
-    content = {"ratios": dict(sorted(ratios.items())), "sources": dict(sorted(sources.items()))}
-    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

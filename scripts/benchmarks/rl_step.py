@@ -19,8 +19,8 @@ from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.observability.timing import Timer
+from jaxrl_llm.trainer.clock import segment_flops
 from jaxrl_llm.trainer.states import untrained_states
-from jaxrl_llm.trainer.training import segment_flops
 from jaxrl_llm.types import RolloutBatch
 
 

@@ -3,10 +3,8 @@
 A JSON line a result, as soon as it is there. Random weights of a named shape.
 
 Flags:
-  --part=attention,bits,step,ops   attention: rows against decode steps; bits: some layers of a
-                           model, sampler against trainer, by slots, batch and kind of row; step:
-                           whole GRPO steps, standard and strict; ops: rows of matmuls and others
-                           against the same rows in larger batches
+  --part=bits,step         bits: some layers of a model, sampler against trainer, by slots, batch
+                           and kind of row; step: whole GRPO steps, standard and strict
   --shape=qwen2.5-1.5b     or another name of benchmark.py; "tiny" for a test
   --layers=4               of the model of bits
   --groups=32x8            prompts and samples of each, of bits
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 EXACT = "--xla_gpu_exclude_nondeterministic_ops=true"
 FLAGS = {
-    "part": "attention,bits,step,ops",
+    "part": "bits,step",
     "shape": "qwen2.5-1.5b",
     "layers": "4",
     "groups": "32x8",
@@ -68,8 +66,7 @@ def main(argv: list[str]) -> None:
     # A step finds programs there.
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     say(device=str(jax.devices()[0]), jax=jax.__version__)
-    parts: dict[str, Callable[[dict[str, str]], None]]
-    parts = {"attention": attention_of_both, "bits": bits, "step": step, "ops": ops}
+    parts: dict[str, Callable[[dict[str, str]], None]] = {"bits": bits, "step": step}
     for name in flags["part"].split(","):
         attempt(name, partial(parts[name], flags))
     sys.exit(min(len(FAILED), 1))
@@ -109,198 +106,6 @@ def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
         jax.block_until_ready(run())
         found.append(time.perf_counter() - start)
     return statistics.median(found)
-
-
-def seconds_of_each(run: Callable[..., Any], x: Any, *others: Any, calls: int = 30) -> float:
-    """Seconds of a call among many in one program, where no start of a program counts."""
-    import jax
-
-    @jax.jit
-    def several(x: Any, *others: Any) -> Any:
-        def again(_: Any, carry: Any) -> Any:
-            x, value = carry
-            # Each call depends on the one before, which changes no bit.
-            x, _ = jax.lax.optimization_barrier((x, value))
-            return x, jax.lax.optimization_barrier(run(x, *others))
-
-        return jax.lax.fori_loop(0, calls, again, (x, run(x, *others)))[1]
-
-    return seconds(lambda: several(x, *others)) / (calls + 1)
-
-
-# ------------------------------------------------------------------------- ops
-
-
-def ops(flags: dict[str, str]) -> None:
-    """Each operation: its rows in batches of several sizes, and its time."""
-    import jax
-
-    from jaxrl_llm.models.shapes import SHAPES
-
-    config = SHAPES[flags["shape"]]
-    D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
-    N, K = config.num_heads, config.num_kv_heads
-    gpu = jax.default_backend() == "gpu"
-    sizes = (64, 256, 1024, 16384) if gpu else (8, 64, 256)
-    for depth, outputs in dict.fromkeys([(D, N * H), (D, K * H), (N * H, D), (D, F), (F, D)]):
-        attempt(f"matmul {depth}x{outputs}", partial(_matmul, depth, outputs, sizes, gpu))
-    attempt("norm", partial(_norm, D, sizes))
-    attempt("elementwise", partial(_elementwise, F, sizes))
-
-
-def attention_of_both(flags: dict[str, str]) -> None:
-    """Flash attention against decode attention, on a GPU."""
-    from jaxrl_llm.models.shapes import SHAPES
-
-    config = SHAPES[flags["shape"]]
-    for N, K, H in ((config.num_heads, config.num_kv_heads, config.head_dim), (14, 2, 64)):
-        attempt(f"attention {N}/{K} heads of {H}", partial(_attention, N, K, H))
-
-
-def _matmul(depth: int, outputs: int, sizes: tuple[int, ...], gpu: bool) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from jaxrl_llm.kernels.strict_matmul import Tile, strict_matmul
-
-    keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (max(sizes), depth)).astype(jnp.bfloat16)
-    w = (jax.random.normal(keys[1], (depth, outputs)) / depth**0.5).astype(jnp.bfloat16)
-    variants: dict[str, Any] = {"xla": jnp.matmul}
-    if gpu:
-        tiles = {
-            "large": Tile(rows=128, stages=3),
-            "wide": Tile(outputs=192),
-            "medium": Tile(stages=6),
-            "small": Tile(outputs=64, stages=8),
-            "apart": Tile(apart=True),
-        }
-        variants["default"] = strict_matmul
-        for name, tile in tiles.items():
-            if outputs % tile.outputs == 0:
-                variants[name] = partial(strict_matmul, tile=tile)
-    reference = jax.jit(variants.get("medium", jnp.matmul))(x, w)
-    for name, run in variants.items():
-        found = {}
-        for size in sizes:
-            jitted = jax.jit(run)
-            part = x[:size]
-            found[size] = differing(jitted(part, w), reference[:size])
-            found[size]["us"] = round(1e6 * seconds_of_each(run, part, w), 1)
-        say(op=f"matmul {depth}x{outputs}", variant=name, rows=found)
-
-
-def _rows_agree(op: str, run: Callable[..., Any], sizes: tuple[int, ...], *arrays: Any) -> None:
-    import jax
-
-    jitted = jax.jit(run)
-    whole = jitted(*arrays)
-    found = {}
-    for size in sizes:
-        parts = [x[:size] for x in arrays]
-        found[size] = differing(jitted(*parts), whole[:size])
-        found[size]["us"] = round(1e6 * seconds_of_each(run, *parts), 1)
-    say(op=op, rows=found)
-
-
-def _norm(width: int, sizes: tuple[int, ...]) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from jaxrl_llm.kernels.strict import strict_sum
-    from jaxrl_llm.kernels.strict_norm import strict_norm
-    from jaxrl_llm.numerics import rms_norm
-
-    x = jax.random.normal(jax.random.key(0), (max(sizes), width))
-    weight = jnp.ones(width, jnp.bfloat16)
-    norms = {
-        "standard": lambda x: rms_norm(x, weight, 1e-6),
-        "written sum": lambda x: rms_norm(x, weight, 1e-6, strict_sum),
-        "strict": lambda x: strict_norm(x, weight, 1e-6),
-    }
-    for name, run in norms.items():
-        _rows_agree(f"norm, {name}", run, sizes, x)
-
-
-def _elementwise(width: int, sizes: tuple[int, ...]) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    x = jax.random.normal(jax.random.key(0), (2, max(sizes), width)).astype(jnp.bfloat16)
-    _rows_agree("gated silu", lambda a, b: jax.nn.silu(a) * b, sizes, x[0], x[1])
-
-
-def _attention(N: int, K: int, H: int) -> None:
-    """A row's queries by flash attention against the same queries in decode steps."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from jaxrl_llm.kernels.decode_attention import (
-        DecodeInputs,
-        block_entries,
-        decode_schedule,
-        default_tuning,
-        prefix_decode_attention,
-    )
-    from jaxrl_llm.kernels.flash_attention import Visibility, attention
-    from jaxrl_llm.kernels.strict import Strict
-
-    J = block_entries(H)
-    strict = Strict(rows=256, block=J, align=J, kernels=True)
-    prefix, own, P, R = 300, 200, -(-300 // J) * J, -(-200 // J) * J
-    keys = jax.random.split(jax.random.key(0), 3)
-    k, v = (jax.random.normal(key, (P + R, K, H)).astype(jnp.bfloat16) for key in keys[:2])
-    q = jax.random.normal(keys[2], (P + R, N, H)).astype(jnp.bfloat16)
-    token = jnp.arange(P + R)
-    in_own = token >= P
-    real = jnp.where(in_own, token < P + own, token < prefix)
-    visibility = Visibility(
-        start_BT=jnp.where(real, jnp.where(in_own, P, 0), P + R)[None].astype(jnp.int32),
-        prefix_start_BT=jnp.zeros((1, P + R), jnp.int32),
-        prefix_end_BT=jnp.where(in_own & real, prefix, 0)[None].astype(jnp.int32),
-    )
-    lengths = np.array([1, 2, J - 1, J, J + 1, 130, 199, 200])
-    B, pages = len(lengths), R // J
-    cache = jnp.stack([k, v], axis=2).transpose(1, 2, 0, 3)  # [K, 2, P + R, H]
-    paged = cache[:, :, P:].reshape(K, 2, pages, J, H).transpose(2, 0, 1, 3, 4)
-    new = jnp.stack([cache[:, :, P + n - 1] for n in lengths])
-    inputs = DecodeInputs(
-        q[P + lengths - 1],
-        new,
-        cache[None, :, :, :P],
-        jnp.zeros(B, jnp.int32),
-        jnp.full(B, prefix, jnp.int32),
-        jnp.tile(paged, (B, 1, 1, 1, 1)),
-        jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages),
-        jnp.asarray(lengths, jnp.int32),
-    )
-    for name, how in (("standard", None), ("strict", strict)):
-
-        def rows(q: Any, k: Any, v: Any, how: Any = how) -> Any:
-            return attention(q, k, v, visibility=visibility, implementation="pallas", strict=how)
-
-        def decode(inputs: Any, how: Any = how) -> Any:
-            schedule = decode_schedule(
-                inputs.prefix_rows_B,
-                inputs.prefix_lengths_B,
-                inputs.own_lengths_B,
-                group_size=N // K,
-                num_kv_heads=K,
-                prefix_capacity=P,
-                own_capacity=R,
-                slots_per_prompt=8,
-                num_splits=None if how is None else 1,
-                prompt_splits=None if how is None else 1,
-                tuning=default_tuning(H),
-            )
-            return prefix_decode_attention(
-                inputs, implementation="pallas", schedule=schedule, strict=how
-            )[0]
-
-        of_rows = jax.jit(rows)(q[None], k[None], v[None])[0, P + lengths - 1]
-        of_steps = jax.jit(decode)(inputs)
-        say(op="attention, rows and steps", variant=name, **differing(of_rows, of_steps))
 
 
 # ------------------------------------------------------------------------- bits

@@ -387,17 +387,6 @@ def test_peers_are_found_when_scripts_are_apart_from_the_package(tmp_path):
     assert str(scripts / "benchmarks" / "peers" / "torch_training.py") in done.stdout, done.stderr
 
 
-@pytest.mark.slow
-def test_peers_of_generation():
-    options = read_options(
-        ["generation", TINY, "--batch=2", "--repeats=1", "--baseline", "--peer_python=/missing"]
-    )
-    fixed, mix, vllm = run_peers(options)
-    assert (fixed.who, fixed.case, mix.case) == ("naive_jax", "fixed_2", "rl_mix")
-    assert fixed.figures["tokens/s"] == pytest.approx(16 / fixed.seconds[0])
-    assert "--peer_python=/missing" in vllm.error
-
-
 def test_the_reference_is_timed_with_frozen_weights():
     (case,) = training_cases(read_options(["training", TINY, "--workload=reference"]))
     assert case.stage.name == "ref" and case.role.name == "reference"

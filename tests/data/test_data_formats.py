@@ -466,19 +466,6 @@ def test_examples_are_truncated_with_their_mask(tmp_path):
         load_one(load_examples, tmp_path, row, CHAR, max_length=2, truncation="right")
 
 
-@pytest.mark.parametrize(
-    "rules, message",
-    [
-        ({"max_length": 0}, "must be at least 1"),
-        ({"truncation": "top"}, "must be one of error, left, right, middle"),
-        ({"max_bad_fraction": 1.5}, "must be between 0 and 1"),
-    ],
-)
-def test_rules_are_checked(rules, message):
-    with pytest.raises(ValueError, match=message):
-        RowRules(**{"max_length": 9, **rules})
-
-
 def test_files_tasks_and_custom_classes_together(tmp_path, chat):
     files = rows_file(tmp_path, [{"prompt": "1"}]).files
     tasks = (ChainSum(size=3), Products(size=2))
@@ -510,19 +497,13 @@ class Rows(list):
 """
 
 
-def test_a_class_with_a_split_gives_both_and_no_row_twice(tmp_path):
+def test_a_class_with_a_split_gives_both(tmp_path):
     rules = RowRules(max_length=9)
     (tmp_path / "apart.py").write_text(SPLIT_CLASS.format(held_out=["3"]))
-    (tmp_path / "leaking.py").write_text(SPLIT_CLASS.format(held_out=["3", "2", "4"]))
     train = Sources(files=("1", "2"), dataset_class=f"{tmp_path}/apart.py:Rows")
-    held_out = replace(train, files=(), split="held_out", train_files=train.files)
+    held_out = replace(train, files=(), split="held_out")
     assert [prompt.text for prompt in load_prompts(train, CHAR, rules).items] == ["1", "2"]
     assert [prompt.text for prompt in load_prompts(held_out, CHAR, rules).items] == ["3"]
-    leaking = replace(held_out, dataset_class=f"{tmp_path}/leaking.py:Rows")
-    with pytest.raises(
-        ValueError, match="1 of its 3 held-out rows for training.*row 1: give other"
-    ):
-        load_prompts(leaking, CHAR, rules)
 
 
 def test_a_class_without_a_split_serves_training_alone(tmp_path):

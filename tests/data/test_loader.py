@@ -127,14 +127,6 @@ def test_a_position_in_data_with_other_labels_is_refused(changed):
     with pytest.raises(ValueError, match="its answers_digest is .* Resume with the same data"):
         loader(*other).set_state(state)
     loader(1.0, (0, 1, 1)).set_state(state)
-    del state["answers_digest"]  # of an earlier version
-    loader(*other).set_state(state)
-
-
-@pytest.mark.parametrize("options", [{"prompts": []}, {"batch_size": 0}, {"prefetch": -1}])
-def test_impossible_sizes_are_refused(options):
-    with pytest.raises(ValueError, match="no rows|must be at least 1"):
-        PromptLoader(**{"prompts": prompts(), "batch_size": 4, "seed": 0, **options})
 
 
 def test_worker_processes_give_the_same_batches_and_resume():
@@ -172,8 +164,6 @@ def test_rows_are_padded_on_the_right():
     padded = pad_rows([[1, 2, 3], [], [4]], 3, 9)
     assert padded.dtype == np.int32
     assert padded.tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
-    with pytest.raises(ValueError, match="row 1 has 3 tokens, more than 2"):
-        pad_rows([[1], [1, 2, 3]], 2, 0)
     tokens, lengths = collate_prompts(prompts(2), length=3, pad_id=5)
     assert tokens.tolist() == [[0, 7, 5], [1, 7, 5]]
     assert (lengths.tolist(), lengths.dtype) == ([2, 2], np.int32)

@@ -41,18 +41,6 @@ def described(items, tokenizer=CHAR):
     return [(*text(item.completion, tokenizer), item.label) for item in items]
 
 
-@pytest.mark.parametrize(
-    ("loader", "row", "message"),
-    [
-        (load_unpaired, {"label": 1}, "'label' holds 1, and .*unpaired_preference have true or f"),
-        (load_ratings, {"rating": "5"}, "'rating' holds '5', and rows of rated have a number"),
-    ],
-)
-def test_a_label_of_another_type_is_named(tmp_path, loader, row, message):
-    with pytest.raises(ValueError, match=f"holds prompt_completion rows.*column {message}"):
-        load(loader, tmp_path, [{"prompt": "2+2=", "completion": "4", **row}])
-
-
 def test_labelled_completions(tmp_path):
     rows = [
         {"prompt": "2+2=", "completion": "4", "label": True},

@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -245,14 +244,12 @@ def test_a_state_of_something_else_is_refused():
 def test_weights_that_cannot_be_are_named():
     with pytest.raises(ValueError, match=r"shape \(\) for 2 prompts.*shape \(2,\)"):
         loader(3, lambda mean: mean.sum())
-    with pytest.raises(ValueError, match="low=1.0 and high=1.0.*low=0, high=1 works"):
-        loader(3, partial(failure_rate, low=1.0, high=1.0))
     with pytest.raises(ValueError, match="train_batch_size=3 takes all of the 3 training prompts"):
         loader(3, batch_size=3)
     for weigh, shown in ((lambda mean: -mean, "-0.5"), (lambda mean: mean / 0 * 0, "nan")):
         with np.errstate(all="ignore"), pytest.raises(ValueError, match="1 of 1.*not finite") as at:
             take(loader(3, weigh), range(1, 3), np.full(3, 0.5))
-        assert f"{shown} to row" in str(at.value) and "mean=0.5, std=0.011547" in str(at.value)
+        assert f"{shown} to row" in str(at.value)
 
 
 WEIGHTS = '''
@@ -263,10 +260,6 @@ def rested(mean, since, *, tilt: float = 1.0):
 
 def misspelt(means):
     return means
-
-
-def greedy():
-    return 1.0
 
 
 class Weights:
@@ -397,12 +390,11 @@ def test_a_users_weight_function_is_checked_when_it_is_loaded(tmp_path):
     file = Prioritised(tmp_path).file
     for name, settings, message in (
         ("misspelt", {}, "'means' is nothing that is known.*did you mean 'mean'"),
-        ("greedy", {}, "reads nothing; its parameters may be mean, std, visits, since"),
         ("rested", {"tilted": 1.0}, "no setting 'tilted'; did you mean 'tilt'"),
         ("restd", {}, "did you mean 'rested'"),
     ):
         with pytest.raises(ValueError, match=message):
-            weight_function(Custom(path=f"{file}:{name}", settings=settings), samples=8)
+            weight_function(Custom(path=f"{file}:{name}", settings=settings))
 
 
 def test_batches_that_wait_for_their_scores_come_again_and_share_no_prompt():

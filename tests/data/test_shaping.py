@@ -1,6 +1,5 @@
 """Names of columns, chat, system prompts; variables of the chat template; CSV; the hub."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -88,9 +87,13 @@ def test_a_column_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     ("chat", "row", "message"),
     [
-        (False, {"prompt": "q", "answer": "a"}, "--config.data.prompt_style=chat makes one"),
-        (False, {"text": "q"}, "row has none: --config.data.prompt_style=chat"),
-        (True, {"chosen": "a", "rejected": "b"}, "row has none: --config.data.system_prompt= "),
+        (
+            False,
+            {"prompt": "q", "answer": "a"},
+            "row has none: set --config.data.prompt_style=chat",
+        ),
+        (False, {"text": "q"}, "set --config.data.prompt_style=chat"),
+        (True, {"chosen": "a", "rejected": "b"}, "or --config.data.system_prompt="),
     ],
 )
 def test_a_system_prompt_that_would_be_ignored_is_refused(chat, row, message):
@@ -120,13 +123,12 @@ def test_a_csv_file_has_long_fields(tmp_path):
     (tmp_path / "x.csv").write_text(f"prompt\n{'long ' * 40_000}\n")
     (row,) = read_rows(*resolve_files(str(tmp_path / "x.csv")))
     assert row.data == {"prompt": "long " * 40_000}
-    assert csv.field_size_limit() == 131_072
 
 
-@pytest.mark.parametrize("text", ["a,a\n1,2\n", "a,\n1,2\n", 'a\n"1\n', "", "\n"])
+@pytest.mark.parametrize("text", ["a,a\n1,2\n", "a,\n1,2\n", "", "\n"])
 def test_a_csv_file_that_cannot_be_read_is_refused(tmp_path, text):
     (tmp_path / "x.csv").write_text(text)
-    with pytest.raises(ValueError, match="CSV|first line"):
+    with pytest.raises(ValueError, match="first line"):
         list(read_rows(*resolve_files(str(tmp_path / "x.csv"))))
 
 
@@ -157,9 +159,9 @@ def test_names_of_the_hub():
     for wrong in ("hf://gsm8k#train", "hf://openai/gsm8k", "hf://a//b#c", "hf://a/b/c/d#e"):
         with pytest.raises(ValueError, match="hf://OWNER/NAME#SPLIT"):
             check_files(wrong)
-    with pytest.raises(ValueError, match=r"only whole splits are read: give #train, or.*save_to"):
+    with pytest.raises(ValueError, match=r"only whole splits are read: write the part.*save_to"):
         check_files("hf://openai/gsm8k/main#train[:10%]")
-    with pytest.raises(ValueError, match=r"files are asked for here.*save_to_disk\(FOLDER\)"):
+    with pytest.raises(ValueError, match="no file or folder 'hf://openai/gsm8k/main#train'"):
         resolve_files("hf://openai/gsm8k/main#train")  # as `jaxrl generate --prompts` does
 
 

@@ -25,7 +25,7 @@ from jaxrl_llm.distributed.reshard import switch_bytes, to_layout
 from jaxrl_llm.observability.profile import DeviceEvent
 from jaxrl_llm.program.counting import count_compilations
 from jaxrl_llm.supervision.communication_report import CommunicationReport
-from jaxrl_llm.supervision.profiling import UNTIMED, time_collectives
+from jaxrl_llm.supervision.profiling import UNTIMED, StepProfiler, time_collectives
 from jaxrl_llm.trainer.loop import train
 
 SIZES = {"fsdp": 4, "tensor": 2}
@@ -295,12 +295,19 @@ def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
     mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
     iteration = open_iteration(config, mesh)
     messages: list[str] = []
-    report = CommunicationReport(folder=tmp_path, every=2, total_steps=9, message=messages.append)
+    report = CommunicationReport(
+        program_of=lambda _: iteration.program,
+        profiler=StepProfiler(run_dir=tmp_path, steps=(), message=messages.append),
+        folder=tmp_path,
+        every=2,
+        total_steps=9,
+        message=messages.append,
+    )
     states = first_states(iteration)
     for step in (1, 2):
         states, _, metrics = run_step(iteration, states, step)
         with count_compilations() as counter:
-            found = report.step(iteration.program, step, metrics)
+            found = report.measured(step, None, metrics)
         assert counter.count == 0, counter.names  # the text is that of the program that ran
     rows = {(r.row.stage, r.row.axis, r.row.kind): r.totals for r in report.rows}
     assert {stage for stage, _, _ in rows} <= {stage.name for stage in iteration.stages}

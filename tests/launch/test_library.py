@@ -1,13 +1,14 @@
 """`import jaxrl_llm as rl`: objects of a program in place of files, callbacks, cheap import."""
 
-import importlib
 import json
+import linecache
 import os
 import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,18 @@ def config(folder: Path, **changes: Any) -> rl.Config:
 
 def from_a_notebook(text: str, **names: Any) -> Any:
     """The function `grade` of a text, as a cell of a notebook defines it: there is no file."""
-    namespace = {"__name__": "__main__", **names}
-    exec(text, namespace)
+    namespace, cell = {"__name__": "__main__", **names}, f"<cell {len(linecache.cache)}>"
+    linecache.cache[cell] = (len(text), None, text.splitlines(keepends=True), cell)
+    exec(compile(text, cell, "exec"), namespace)
     return namespace["grade"]
 
 
 LENGTH = """
-TARGET = {target}
-def helper(text):
-    return float(len(text) == TARGET)
+def helper(text, target):
+    return float(len(text) == target)
 def grade(completions, answer):
     assert len(answer) == len(completions)
-    return [helper(text) for text in completions]
+    return [helper(text, {target}) for text in completions]
 """
 
 
@@ -200,54 +201,14 @@ def test_a_run_without_objects_names_what_is_missing(tmp_path):
         rl.train(config(tmp_path), rewards=[rl.ExactAnswer()])
 
 
-def test_a_digest_is_of_what_a_function_does():
-    base = "def grade(x, *, a=1):\n    return x + {}"
-    plain = from_a_notebook(base.format("B"), B=2)
-    assert function_digest(from_a_notebook("\n\n" + base.format("B"), B=2)) == function_digest(
-        plain
-    )
-    others = [
-        from_a_notebook(base.format("B"), B=3),  # a constant that it names
-        from_a_notebook(base.format("3"), B=2),
-        from_a_notebook(base.format("B").replace("a=1", "a=2"), B=2),
-    ]
-    found = {function_digest(function) for function in (plain, *others)}
-    assert len(found) == 4
-    code = "import re\nPATTERN = re.compile('a')\nclass G:\n    def __call__(self, x): return {0}\n"
-    objects = [from_a_notebook(code.format(i) + "grade = G()") for i in (1, 1, 2)]
-    one, same, other = map(function_digest, objects)
+def test_a_digest_is_of_the_source_of_a_function():
+    base = "def grade(x, *, a=1):\n    return x + 2"
+    one, same, other = (from_a_notebook(text) for text in (base, f"# b\n{base}", f"{base}0"))
+    assert function_digest(one) == function_digest(same) != function_digest(other)
+    assert function_digest(partial(one, a=2)) not in map(function_digest, (one, partial(one, a=3)))
+    code = "class G:\n    def __call__(self, x): return {0}\ngrade = G()"
+    one, same, other = map(function_digest, [from_a_notebook(code.format(i)) for i in (1, 1, 2)])
     assert one == same != other
-
-
-def test_a_digest_is_also_of_what_a_function_calls_in_its_folder(tmp_path, monkeypatch):
-    """Helpers of the user change the rewards; installed packages are named by their versions."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "grade_of_mine.py").write_text(
-        "import math\nimport helper_of_mine as helper, installed_of_mine\n"
-        "from helper_of_mine import share\n"
-        "def grade(completions):\n    installed_of_mine.f()\n"
-        "    return [share(x) * helper.WEIGHT for x in completions]\n"
-    )
-
-    def digest(share: str = "len(text)", weight: int = 1, installed: int = 1) -> str:
-        files = {
-            "helper_of_mine": f"WEIGHT = {weight}\ndef share(text): return {share}\n",
-            "site-packages/installed_of_mine": f"def f(): return {installed}\n",
-        }
-        for name, text in files.items():
-            (tmp_path / f"{name}.py").write_text(text)
-        for name in ("grade_of_mine", *(Path(file).name for file in files)):
-            sys.modules.pop(name, None)
-        importlib.invalidate_caches()
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "dont_write_bytecode", True)
-            return function_digest(importlib.import_module("grade_of_mine").grade)
-
-    first = digest()
-    assert digest() == digest(installed=2) == first
-    assert len({first, digest(share="len(text) / 2"), digest(weight=2)}) == 3
 
 
 def test_rows_of_another_kind():

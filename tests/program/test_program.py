@@ -93,7 +93,7 @@ def test_a_run_compiles_nothing_after_its_first_steps(tmp_path, monkeypatch, cap
     with count_compilations() as counter:
 
         def counted(self):
-            if self.clock is not None:  # a step of the run, not of its warm-up
+            if self.listeners:  # a step of the run, not of its warm-up
                 # What the step before, its validation and save compiled.
                 counts.append(counter.count)
             return begin_step(self)

@@ -95,18 +95,17 @@ def test_code_is_plain(folder):
     assert not found, found
 
 
-def test_figures_and_the_page_of_results_are_generated():
-    """The committed page and figures are what the scripts make of the stored results."""
+def test_the_page_of_results_and_its_figure_are_generated():
+    """The committed page and figure are what ledger.py makes of the stored results."""
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, 'scripts')\n"
-        "from benchmarks import draw_figures, results, write_page\n"
-        "made = {write_page.PAGE: write_page.page(results.read_results())}\n"
-        "made |= {draw_figures.FIGURES / f'{n}.svg': f() for n, f in draw_figures.DRAWN.items()}\n"
+        "from benchmarks import ledger\n"
+        "results = ledger.read_results()\n"
+        "made = {ledger.PAGE: ledger.page(results), ledger.SPEED_FIGURE: ledger.speed(results)}\n"
         "print([str(file) for file, text in made.items() if file.read_text() != text])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    help = "python scripts/benchmarks/write_page.py; python scripts/benchmarks/draw_figures.py"
-    assert done.stdout == "[]\n", f"run {help}: {done.stdout}{done.stderr}"
+    assert done.stdout == "[]\n", f"run scripts/benchmarks/ledger.py: {done.stdout}{done.stderr}"
 
 
 def test_the_figures_of_readme_are_the_current_ones():
@@ -125,7 +124,7 @@ def test_the_figures_of_readme_are_the_current_ones():
 def test_the_figures_of_the_changelog_are_the_current_ones():
     code = (
         "import json, sys; sys.path.insert(0, 'scripts')\n"
-        "from benchmarks.results import ratio, read_results\n"
+        "from benchmarks.ledger import ratio, read_results\n"
         "print(json.dumps({n: ratio(r[-1]) for n, r in read_results().items() if r[-1]['ratio']}))"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
@@ -152,6 +151,12 @@ def test_the_page_of_the_tests_lists_every_folder_and_file():
     listed = re.findall(r"`([\w/.]+)`(?=[^|]*\|[^|]*\|$)", (tests / "README.md").read_text(), re.M)
     folders = {file.parent.name + "/" for file in tests.glob("*/*.py")}
     assert sorted(listed) == sorted(folders | {file.name for file in tests.glob("*.py")})
+
+
+def test_the_index_of_the_pages_lists_each():
+    index = (ROOT / "docs" / "README.md").read_text()
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name})" not in index]
+    assert missing == ["README.md"]
 
 
 def test_the_readme_gives_the_two_commands_that_every_change_runs():

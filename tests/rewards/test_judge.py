@@ -12,7 +12,7 @@ from jaxrl_llm.config import ConfigError, Judge, load_config
 from jaxrl_llm.rewards import http_client
 from jaxrl_llm.rewards import judge as module
 from jaxrl_llm.rewards.http_client import RequestError
-from jaxrl_llm.rewards.judge import Answers, filled, judge, read_score
+from jaxrl_llm.rewards.judge import AnswerCache, filled, judge, read_score
 from jaxrl_llm.rewards.manager import RewardManager
 from jaxrl_llm.rewards.workers.pool import WorkerLimits
 from jaxrl_llm.types import Completion, Prompt
@@ -111,7 +111,7 @@ def test_a_slow_judge_is_asked_once(server):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("locked", "401.*reward.environment"), ("moved", "HTTP 307")]
+    ("text", "message"), [("locked", "401.*the variable OPENAI_API_KEY"), ("moved", "HTTP 307")]
 )
 def test_what_can_never_work_is_not_repeated(server, text, message):
     scores, logged = ask(server, *(f"{text} {i}" for i in range(20)), concurrency=1)
@@ -128,7 +128,7 @@ def test_a_repeated_request_is_answered_from_the_cache(server, tmp_path):
     with open(path, "a") as file:
         file.write('{"request": "torn')
     ask(server, "one", "two", "three", cache_file=path)
-    assert server.requests() == [] and len(Answers(path)._found) == 3
+    assert server.requests() == [] and len(AnswerCache(path)._answers) == 3
 
 
 def test_requests_keep_their_pace(server):

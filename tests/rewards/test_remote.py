@@ -82,7 +82,7 @@ def test_a_failure_is_one_request(server):
     assert scores[0] == 4 and math.isnan(scores[1]) and math.isnan(scores[2])
     errors = logged["remote/error"]
     assert errors[0] == "" and "failed 2 times" in errors[1] and "0 scores for 1 rows" in errors[1]
-    assert "is no number" in errors[2]
+    assert "is neither a number" in errors[2]
     assert len(server.requests()) == 5
 
 

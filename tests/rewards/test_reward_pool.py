@@ -15,6 +15,7 @@ import pytest
 from jaxrl_llm.references import load as load_function
 from jaxrl_llm.rewards.loading import inspect_function
 from jaxrl_llm.rewards.manager import RewardManager
+from jaxrl_llm.rewards.workers import pool
 from jaxrl_llm.types import Completion, Prompt
 
 REWARDS = """
@@ -27,7 +28,7 @@ def misbehave(text):
         time.sleep(60)
     if text == "raise":
         raise KeyError("no such thing")
-    odd = {"nan": math.nan, "text": "1.0", "huge": 1e39, "large": -1e30, "none": None}
+    odd = {"nan": math.nan, "text": "1.0", "huge": 1e39, "none": None}
     return odd.get(text, len(text) / 2)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -148,22 +149,14 @@ def test_trl_function_is_called_again_one_by_one(rewards):
 
 
 def test_unusable_values_are_reported_by_name(rewards):
-    result = score([rewards("compute_score")], "nan", "text", "huge", "large", "a")
-    assert result.scores.tolist() == [-1.0, -1.0, -1.0, -1.0, 0.5]
+    result = score([rewards("compute_score")], "nan", "text", "huge", "a")
+    assert result.scores.tolist() == [-1.0, -1.0, -1.0, 0.5]
     assert set(kinds(result).values()) == {"bad return"}
     assert [failure.message for failure in result.failures] == [
         "compute_score returned nan (float), which is not finite in float32",
-        "compute_score returned '1.0' (str), which is no number",
+        "compute_score returned '1.0' (str), which is not a number",
         "compute_score returned 1e+39 (float), which is not finite in float32",
-        # The deviation of a group would be infinite, and all advantages 0.
-        "compute_score returned -1e+30 (float), which is beyond 1e+15: the squares of such rewards "
-        "do not fit into float32",
     ]
-
-
-def test_a_weight_that_makes_scores_too_large_is_named(rewards):
-    with pytest.raises(ValueError, match=r"a score is 5e\+29, beyond 1e\+15.*reward.weights"):
-        score([rewards("compute_score")], "a", weights=[1e30])
 
 
 @pytest.mark.parametrize("path", ["builtins:max", "builtins:dict"])
@@ -250,9 +243,10 @@ def test_async_function_that_blocks_its_loop(rewards):
     assert kinds(result) == {1: "timeout"}
 
 
-def test_gives_up_on_a_function_that_always_hangs(rewards):
+def test_gives_up_on_a_function_that_always_hangs(rewards, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_LOST", 2)
     texts = ["hang"] * 12
-    result = score([rewards("compute_score")], *texts, timeout=0.2, give_up_after=2, num_workers=1)
+    result = score([rewards("compute_score")], *texts, timeout=0.2, num_workers=1)
     assert set(result.scores.tolist()) == {-1.0}
     assert list(kinds(result).values()) == ["timeout"] * 2 + ["not run"] * 10
 
@@ -290,7 +284,7 @@ def test_a_column_that_no_row_has_is_refused_before_the_first_step(rewards):
             manager.check(["solutions"])
         with pytest.raises(ValueError, match=r"renames to 'answer'; .* Ask for 'answer', or add"):
             manager.check(["answer"], {"answer": "solution"})
-        manager.check(["other"], of_all=False)  # of a sample: a row that was not seen may have it
+        manager.check(["other"], all_rows=False)  # a row that was not seen may have it
         assert "NoneType" in manager.score(*samples("a"), step=1).failures[0].message
         manager.check(["solution", "other"])
         # Rows of another source do not have it, and a batch may hold only those.

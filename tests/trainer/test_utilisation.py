@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_iteration import MODEL, open_iteration, tiny_config
 
-from jaxrl_llm.trainer.training import mfu_metrics, segment_flops
+from jaxrl_llm.trainer.clock import mfu_metrics, segment_flops
 
 LENGTHS = [3, 5]
 PEAK = 1e12

@@ -1,5 +1,4 @@
-"""The processes in which functions of the user run, and what they and the trainer say.
+"""The processes in which reward functions of the user run.
 
-`pool.py` is the trainer's side. It starts a `keeper.py`, which forks a `worker.py`. Messages are
-built and checked in `messages.py`, and written in `wire.py`.
+`pool.py` is the trainer's side, and `worker.py` is a worker. They exchange pickled messages.
 """

@@ -1,50 +1,68 @@
-"""A worker process of the reward pool: answers the trainer's requests. Forked by `keeper.py`.
+"""A worker process of the reward pool: imports reward functions and answers the trainer's calls.
 
-It is no process of `multiprocessing`, which would import the main script again, and jax with it.
-So a worker starts as fast as a bare Python and never sees an accelerator.
+It is not a process of `multiprocessing`, which would import the user's main script again, and jax
+with it. So a worker starts as fast as a bare Python and never sees an accelerator.
 """
 
 import asyncio
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl_llm.rewards import calling, loading
-from jaxrl_llm.rewards.workers import messages
-from jaxrl_llm.rewards.workers.wire import MAX_ANSWER, Channel, pack_answer, unpack_request
+from jaxrl_llm.sandbox import processes
 
 
-def serve(channel: Channel) -> None:
-    """Answer requests until the other end is closed.
+def main(settings: dict[str, Any]) -> None:
+    """Set the limits, then answer requests until the trainer closes its end."""
+    if sys.platform == "linux":
+        processes.end_with_parent(settings["trainer"])
+    for kind, value in (
+        (resource.RLIMIT_DATA, settings["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, settings["file_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        processes.lower_limit(kind, value)
+    os.set_inheritable(settings["socket"], False)  # not for what a function starts
+    with suppress(EOFError, BrokenPipeError):
+        _serve(Connection(settings["socket"]))
 
-    The first message is (functions, max_concurrency). Each further one is a request: (number,
-    operation, function, limit of a call in seconds, calls). Requires: the first request of a
-    function is "load".
+
+def _serve(connection: Connection) -> None:
+    """Answer requests.
+
+    The first message is (references, max_concurrency). A request is the index of a function, to
+    import it, or (index, seconds of a call, calls, whether they are awaited together).
     """
-    references, max_concurrency = unpack_request(channel.receive())
+    references, max_concurrency = connection.recv()
     runner = asyncio.Runner()  # one event loop for all calls: user sessions and locks live on it
-    functions: dict[int, Any] = {}
+    functions: dict[int, tuple[Callable[..., Any], loading.FunctionInfo]] = {}
     while True:
-        number, operation, index, limit, calls = unpack_request(channel.receive())
-        if operation == "load":
-            channel.send(_load(number, references[index], functions, index))
+        request = connection.recv()
+        if isinstance(request, int):
+            connection.send(_load(references, request, functions))
             continue
+        index, limit, calls, together = request
         function, info = functions[index]
-        requests = [messages.call_of(request) for request in calls]
-        if operation == "gather":
-            together = calling.call_concurrently(function, info, requests, limit, max_concurrency)
-            replies = runner.run(together)
-            channel.send(messages.pack_replies(number, replies, MAX_ANSWER))
+        if together:
+            replies = calling.call_concurrently(function, info, calls, limit, max_concurrency)
+            connection.send(runner.run(replies))
             continue
-        for request in requests:
+        for call in calls:
             if info.is_async:
-                reply = runner.run(calling.call_async(function, info, request, limit))
+                connection.send(runner.run(calling.call_async(function, info, call, limit)))
             else:
-                reply = calling.call(function, info, request)
-            channel.send(messages.pack_replies(number, [reply], MAX_ANSWER))
+                connection.send(calling.call(function, info, call))
 
 
-def _load(number: int, reference: Any, functions: dict[int, Any], index: int) -> bytes:
+def _load(references: Any, index: int, functions: dict[int, Any]) -> loading.FunctionInfo | str:
+    """Import a function: how it is called, or why that failed."""
     try:
-        functions[index] = loading.load_bound(*reference)
+        functions[index] = loading.load_bound(*references[index])
     except ValueError as error:
-        return pack_answer([number, calling.printable(str(error))])
-    return messages.pack_info(number, functions[index][1])
+        return calling.printable(str(error))
+    return functions[index][1]

@@ -33,7 +33,7 @@ Aggregation = Literal[
     "seq-mean-token-sum-norm",
 ]
 CompletionAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
-# Estimators of the KL; with a + the gradient is that of k2 (straight-through).
+# Estimators of the KL. A trailing + takes the gradient of k2 (straight-through).
 KLType = Literal[
     "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3_unclamped",
     "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+", "k3_unclamped+",
@@ -51,8 +51,8 @@ def _threshold(value: Any) -> Any:
 Threshold = Annotated[float | str, PlainValidator(_threshold)]
 ImportanceThreshold = Annotated[Threshold, tested(parse_threshold)]
 RejectionRules = Annotated[str, tested(rule_names)]
-DualClip = Annotated[float, Gt(1)]  # the bound on the ratio where the advantage is negative
-Smoothing = Annotated[NotNegative, Lt(0.5)]  # the share of labels taken to be wrong
+DualClip = Annotated[float, Gt(1)]  # largest ratio where the advantage is negative
+Smoothing = Annotated[NotNegative, Lt(0.5)]  # share of wrong labels
 
 
 class Online(Kind):
@@ -76,51 +76,51 @@ class Shared(Online):
     A term whose coefficient is 0 is left out. Without a KL term no reference model is loaded.
     """
 
-    loss_scale: Maybe[Count] = None  # the length that seq-mean-token-sum-norm divides by
-    entropy_coef: float = 0.0  # of the entropy bonus in the loss
-    use_kl_in_reward: bool = False  # subtract the KL to the reference from rewards
+    loss_scale: Maybe[Count] = None  # length by which seq-mean-token-sum-norm divides
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus in the loss
+    use_kl_in_reward: bool = False  # whether rewards have a KL penalty to the reference
     kl_reward_type: KLType = "k1"  # estimator of the KL in the reward
-    # adaptive moves kl_coef until the KL is kl_target
+    # Controller of kl_coef. "adaptive" moves it until the KL is kl_target.
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = 0.001  # of the KL in the reward
-    kl_horizon: Positive = 10000.0  # samples; with more, an adaptive coefficient changes slower
-    kl_target: Positive = 0.1  # the KL that an adaptive coefficient aims at
-    use_kl_loss: bool = False  # add the KL to the reference to the loss
+    kl_coef: float = 0.001  # coefficient of the KL in the reward
+    kl_horizon: Positive = 10000.0  # samples over which an adaptive coefficient changes
+    kl_target: Positive = 0.1  # target KL of an adaptive coefficient
+    use_kl_loss: bool = False  # whether the loss has a KL term to the reference
     kl_loss_type: KLType = "low_var_kl"  # estimator of the KL in the loss
-    kl_loss_coef: float = 0.001  # of the KL in the loss
+    kl_loss_coef: float = 0.001  # coefficient of the KL in the loss
     # Importance weights for the gap between sampler and trainer, of tokens or whole responses.
     rollout_is: Maybe[Literal["token", "sequence"]] = None
-    # The largest weight, or a band "0.5_2.0" outside of which weights are 0. null is 2, and with
-    # config.max_staleness from 2 on what docs/placement.md says.
+    # Largest weight, or a band "0.5_2.0" outside of which weights are 0. null: 2; with
+    # config.max_staleness from 2 on see docs/placement.md.
     rollout_is_threshold: Maybe[ImportanceThreshold] = None
-    rollout_is_batch_normalize: bool = False  # divide the weights by their mean
+    rollout_is_batch_normalize: bool = False  # whether the weights are divided by their mean
     # Rejection rules, e.g. "token_k1,seq_mean_k3".
     rollout_rs: Maybe[RejectionRules] = None
-    rollout_rs_threshold: Maybe[Threshold] = None  # of the rules: one for all, or one each
-    # The sampler's policy is the old one. The corrections above are then part of the update.
+    rollout_rs_threshold: Maybe[Threshold] = None  # thresholds of the rules: one, or one each
+    # The sampler's policy as the old policy. The corrections above are then part of the update.
     bypass_mode: bool = False
 
 
 class Composed(Shared):
     """An advantage estimator and a policy loss, aggregated over tokens."""
 
-    loss_aggregation: Aggregation = "token-mean"  # how the losses of tokens become one number
+    loss_aggregation: Aggregation = "token-mean"  # aggregation of token losses into one number
 
 
 class Clipped(Composed):
     """PPO's clipped policy loss."""
 
-    clip_low: NotNegative = 0.2  # ratios are clipped below 1 - clip_low
-    clip_high: NotNegative = 0.2  # ratios are clipped above 1 + clip_high
-    clip_c: DualClip = 3.0  # bound on the ratio where the advantage is negative
+    clip_low: NotNegative = 0.2  # lower clip: ratios stay above 1 - clip_low
+    clip_high: NotNegative = 0.2  # upper clip: ratios stay below 1 + clip_high
+    clip_c: DualClip = 3.0  # largest ratio where the advantage is negative (dual clip)
 
 
 class PPO(Clipped, kind="ppo"):
     """PPO with a critic: GAE, clipped policy and value losses. arXiv:1707.06347."""
 
     gamma: Fraction = 1.0  # discount of later rewards
-    lam: Fraction = 1.0  # of GAE: 0 trusts the critic, 1 the returns
-    cliprange_value: Unbounded = 0.5  # how far a value may move from its old one
+    lam: Fraction = 1.0  # lambda of GAE: 0 trusts the critic, 1 the returns
+    cliprange_value: Unbounded = 0.5  # largest move of a value from its old value
 
 
 class GRPO(Clipped, kind="grpo"):
@@ -129,7 +129,7 @@ class GRPO(Clipped, kind="grpo"):
     The KL in the loss is that of verl's recipes. The paper aggregates by seq-mean-token-mean.
     """
 
-    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
+    norm_adv_by_std: bool = True  # whether advantages are divided by the group's std
     use_kl_loss: bool = True
 
 
@@ -149,14 +149,14 @@ class DAPO(GRPO, kind="dapo"):
 class GRPOPassK(Clipped, kind="grpo_passk"):
     """GRPO for pass@k: only the best sample of a group learns. arXiv:2503.19595."""
 
-    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
+    norm_adv_by_std: bool = True  # whether advantages are divided by the group's std
 
 
 class GDPO(Clipped, kind="gdpo"):
     """GDPO: each reward function is standardised by itself. arXiv:2601.05242."""
 
-    reward_weights: Many[float] = ()  # of the reward functions; empty is 1 each
-    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
+    reward_weights: Many[float] = ()  # weights of the reward functions; empty: 1 each
+    norm_adv_by_std: bool = True  # whether advantages are divided by the group's std
 
 
 class RLOO(Clipped, kind="rloo"):
@@ -184,28 +184,28 @@ class OPO(Clipped, kind="opo"):
 class OptimalTokenBaseline(Clipped, kind="optimal_token_baseline"):
     """A baseline for each token, from the squared size of its gradient."""
 
-    handle_zero_tail: bool = True  # no baseline where one sample of a group is left
+    handle_zero_tail: bool = True  # whether the baseline is 0 where one sample of a group is left
 
 
 class GroupAdvantage(Composed):
     """A policy loss on the advantages of GRPO."""
 
-    norm_adv_by_std: bool = True  # divide advantages by the group's standard deviation
+    norm_adv_by_std: bool = True  # whether advantages are divided by the group's std
 
 
 class GSPO(GroupAdvantage, kind="gspo"):
     """GSPO: the ratio of whole responses, clipped tightly. arXiv:2507.18071."""
 
-    clip_low: NotNegative = 0.0003  # ratios are clipped below 1 - clip_low
-    clip_high: NotNegative = 0.0004  # ratios are clipped above 1 + clip_high
+    clip_low: NotNegative = 0.0003  # lower clip: ratios stay above 1 - clip_low
+    clip_high: NotNegative = 0.0004  # upper clip: ratios stay below 1 + clip_high
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
 class CISPO(GroupAdvantage, kind="cispo"):
     """CISPO: clipped importance weights; every token keeps its gradient. arXiv:2506.13585."""
 
-    clip_low: NotNegative = 1.0  # weights are clipped below 1 - clip_low
-    clip_high: NotNegative = 0.2  # weights are clipped above 1 + clip_high
+    clip_low: NotNegative = 1.0  # lower clip: weights stay above 1 - clip_low
+    clip_high: NotNegative = 0.2  # upper clip: weights stay below 1 + clip_high
 
 
 class SAPO(GroupAdvantage, kind="sapo"):
@@ -219,18 +219,18 @@ class SAPO(GroupAdvantage, kind="sapo"):
 class GMPO(GroupAdvantage, kind="gmpo"):
     """GMPO: the geometric mean of a response's ratios. arXiv:2507.20673."""
 
-    clip_low: NotNegative = 0.4  # log-ratios are clipped below -clip_low
-    clip_high: NotNegative = 0.4  # log-ratios are clipped above clip_high
+    clip_low: NotNegative = 0.4  # lower clip: log-ratios stay above -clip_low
+    clip_high: NotNegative = 0.4  # upper clip: log-ratios stay below clip_high
     loss_aggregation: Aggregation = "seq-mean-token-mean"
 
 
 class ClipCov(GroupAdvantage, kind="clip_cov"):
     """Clip-Cov: no gradient for a few tokens of large covariance. arXiv:2505.22617."""
 
-    clip_low: NotNegative = 0.2  # ratios are clipped below 1 - clip_low
-    clip_high: NotNegative = 0.2  # ratios are clipped above 1 + clip_high
+    clip_low: NotNegative = 0.2  # lower clip: ratios stay above 1 - clip_low
+    clip_high: NotNegative = 0.2  # upper clip: ratios stay below 1 + clip_high
     clip_cov_ratio: Positive = 0.0002  # share of tokens that lose their gradient
-    # least covariance of such a token
+    # Least covariance of such a token.
     clip_cov_lb: Annotated[float, UpTo("clip_cov_ub", itself=False)] = 1.0
     clip_cov_ub: float = 5.0  # largest covariance of such a token
 
@@ -239,15 +239,15 @@ class KLCov(GroupAdvantage, kind="kl_cov"):
     """KL-Cov: a penalty on a few tokens of large covariance. arXiv:2505.22617."""
 
     kl_cov_ratio: Positive = 0.0002  # share of tokens with the penalty
-    ppo_kl_coef: float = 0.1  # of the penalty
+    ppo_kl_coef: float = 0.1  # coefficient of the penalty
 
 
 class DPPOTV(GroupAdvantage, kind="dppo_tv"):
     """DPPO: a trust region of total variation for each token. arXiv:2602.04879."""
 
-    divergence_low: NotNegative = 0.2  # how far a token's probability may fall
-    divergence_high: NotNegative = 0.2  # how far a token's probability may rise
-    clip_c: DualClip = 20.0  # largest ratio that counts
+    divergence_low: NotNegative = 0.2  # largest fall of a token's probability
+    divergence_high: NotNegative = 0.2  # largest rise of a token's probability
+    clip_c: DualClip = 20.0  # largest ratio
 
 
 class DPPOKL(DPPOTV, kind="dppo_kl"):
@@ -260,13 +260,13 @@ class DPPOKL(DPPOTV, kind="dppo_kl"):
 class DRO(GroupAdvantage, kind="dro"):
     """DRO: a quadratic penalty on the log-ratio. arXiv:2405.19107."""
 
-    beta: Positive  # larger holds the policy closer to the old one
+    beta: Positive  # strength of the penalty: larger keeps the policy closer to the old one
 
 
 class GPG(Composed, kind="gpg"):
     """GPG, for one update an iteration: group advantages without a ratio. arXiv:2504.02546."""
 
-    f_norm: Positive = 1.0  # advantages are divided by it
+    f_norm: Positive = 1.0  # divisor of the advantages
 
 
 class Pair(Shared, kind="pair"):
@@ -282,36 +282,37 @@ class Pair(Shared, kind="pair"):
         "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv",
         "dppo_kl",
     ] = "vanilla"  # fmt: skip
-    loss_aggregation: Maybe[Aggregation] = None  # None takes the loss's own
+    loss_aggregation: Maybe[Aggregation] = None  # aggregation of token losses; null: the loss's own
 
 
 class RejectionSampling(Online, kind="rejection_sampling"):
     """RAFT: supervised learning of the best sample of each group. arXiv:2304.06767."""
 
-    threshold: Maybe[float] = None  # the best sample is kept if its reward is above it
-    # how the losses of tokens become one number
+    threshold: Maybe[float] = None  # reward above which the best sample is kept; null: always
+    # Aggregation of token losses into one number.
     loss_aggregation: CompletionAggregation = "token-mean"
-    use_kl_loss: bool = False  # add the KL to the reference to the loss
+    use_kl_loss: bool = False  # whether the loss has a KL term to the reference
     kl_loss_type: KLType = "low_var_kl"  # estimator of the KL in the loss
-    kl_loss_coef: float = 0.001  # of the KL in the loss
+    kl_loss_coef: float = 0.001  # coefficient of the KL in the loss
 
 
 class FromTeacher(Online):
     """On-policy distillation."""
 
-    # how the losses of tokens become one number
+    # Aggregation of token losses into one number.
     loss_aggregation: CompletionAggregation = "token-mean"
-    entropy_coef: float = 0.0  # of the entropy bonus in the loss
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus in the loss
 
 
 class Distillation(FromTeacher, kind="distillation"):
     """On-policy distillation: the reverse KL to a teacher, on own samples. arXiv:2306.13649."""
 
-    # k1 makes the log-ratio an advantage under PPO's clipped loss. Other estimates are the loss.
+    # Estimator of the KL. "k1" makes the log-ratio an advantage under PPO's clipped loss. Other
+    # estimates are the loss.
     kl_type: KLType = "k1"
-    clip_low: NotNegative = 0.2  # ratios are clipped below 1 - clip_low
-    clip_high: NotNegative = 0.2  # ratios are clipped above 1 + clip_high
-    clip_c: DualClip = 3.0  # bound on the ratio where the advantage is negative
+    clip_low: NotNegative = 0.2  # lower clip: ratios stay above 1 - clip_low
+    clip_high: NotNegative = 0.2  # upper clip: ratios stay below 1 + clip_high
+    clip_c: DualClip = 3.0  # largest ratio where the advantage is negative (dual clip)
 
 
 class DistillationTopK(FromTeacher, kind="distillation_top_k"):
@@ -338,31 +339,31 @@ class RewardRegression(Offline, kind="reward_regression"):
 class DPO(Offline, kind="dpo"):
     """DPO and its forms (`algorithms/preference_losses.py`). arXiv:2305.18290."""
 
-    beta: Positive = 0.1  # larger holds the policy closer to its reference
-    # shape of the loss
+    beta: Positive = 0.1  # strength of the reference: larger keeps the policy closer to it
+    # Shape of the loss.
     form: Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid_norm"] = "sigmoid"
-    label_smoothing: Smoothing = 0.0  # share of pairs that count as labelled wrongly
-    sft_coef: float = 0.0  # of the mean negative log-likelihood of the chosen completions
+    label_smoothing: Smoothing = 0.0  # share of pairs with a wrong label
+    sft_coef: float = 0.0  # coefficient of the chosen completions' mean negative log-likelihood
 
 
 class IPO(Offline, kind="ipo"):
     """IPO: the log-ratio gap is drawn to 1 / (2 beta). arXiv:2310.12036."""
 
-    beta: Positive = 0.1  # larger holds the policy closer to its reference
+    beta: Positive = 0.1  # strength of the reference: larger keeps the policy closer to it
 
 
 class KTO(Offline, kind="kto"):
     """KTO: completions labelled good or bad; pairs are taken apart. arXiv:2402.01306."""
 
-    beta: Positive = 0.1  # larger holds the policy closer to its reference
-    desirable_weight: NotNegative = 1.0  # of the loss on good completions
-    undesirable_weight: NotNegative = 1.0  # of the loss on bad completions
+    beta: Positive = 0.1  # strength of the reference: larger keeps the policy closer to it
+    desirable_weight: NotNegative = 1.0  # weight of the loss on good completions
+    undesirable_weight: NotNegative = 1.0  # weight of the loss on bad completions
 
 
 class ORPO(Offline, kind="orpo"):
     """ORPO: likelihood of the chosen row and `beta` times an odds ratio. arXiv:2403.07691."""
 
-    beta: Positive = 0.1  # of the odds-ratio term
+    beta: Positive = 0.1  # coefficient of the odds-ratio term
 
 
 class SimPO(Offline, kind="simpo"):
@@ -370,8 +371,8 @@ class SimPO(Offline, kind="simpo"):
 
     beta: Positive = 2.0  # scale of the mean log-probs
     gamma: float = 1.0  # margin between the scaled log-probs of a pair
-    label_smoothing: Smoothing = 0.0  # share of pairs that count as labelled wrongly
-    sft_coef: float = 0.0  # of the mean negative log-likelihood of the chosen completions
+    label_smoothing: Smoothing = 0.0  # share of pairs with a wrong label
+    sft_coef: float = 0.0  # coefficient of the chosen completions' mean negative log-likelihood
 
 
 class CPO(Offline, kind="cpo"):
@@ -379,8 +380,8 @@ class CPO(Offline, kind="cpo"):
 
     beta: Positive = 0.1  # scale of the log-probs
     form: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"  # shape of the loss
-    label_smoothing: Smoothing = 0.0  # share of pairs that count as labelled wrongly
-    cpo_alpha: NotNegative = 1.0  # of the likelihood of the chosen
+    label_smoothing: Smoothing = 0.0  # share of pairs with a wrong label
+    cpo_alpha: NotNegative = 1.0  # coefficient of the chosen completions' likelihood
 
 
 ALGORITHMS = (*kinds_of(Online, Offline), Custom)

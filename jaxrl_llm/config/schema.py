@@ -43,11 +43,11 @@ from jaxrl_llm.typed_records.record import Record, records_in, validate
 
 DType = Literal["float32", "bfloat16"]
 AUTO = "auto"
-# Of the mesh, outermost first. Neighbours on the innermost axis are neighbours in the machine.
+# Mesh axes, outermost first. Neighbours on the innermost axis are neighbours in the machine.
 MeshAxis = Literal["data", "pipeline", "fsdp", "expert", "sequence", "tensor"]
 AXES: tuple[MeshAxis, ...] = get_args(MeshAxis)
-# One coordinate of these axes is a replica: it holds a share of the batch. The stages of a pipeline
-# pass rows through each other's layers, and share all else as replicas do.
+# One coordinate of these axes is a replica, which holds a share of the batch. The stages of a
+# pipeline pass rows through each other's layers. Outside of the layers they are replicas.
 REPLICA_AXES: tuple[MeshAxis, ...] = ("data", "pipeline", "fsdp", "expert")
 
 
@@ -73,25 +73,25 @@ Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placeme
 class PhaseMeshConfig(Record):
     """How a phase lays the same devices out; the devices left over are replicas."""
 
-    tensor: Whole = 0  # neighbouring devices that share the heads; 0 takes mesh.tensor
+    tensor: Whole = 0  # neighbouring devices that share the heads; 0: mesh.tensor
 
 
 class MeshConfig(Record):
     """Devices along each mesh axis; the product is the number of devices used."""
 
-    data: Count = 1  # replicas of the weights, for example one a node
-    fsdp: Count = 1  # shards of the weights; each is a replica of the batch too
-    expert: Count = 1  # shards of the experts of a layer; each is a replica of the batch too
+    data: Count = 1  # replicas of the weights, for example one per node
+    fsdp: Count = 1  # shards of the weights; each shard is also a batch replica
+    expert: Count = 1  # shards of the experts of a layer; each shard is also a batch replica
     sequence: Count = 1  # shards of the tokens of a row (context parallelism)
     tensor: Count = 1  # shards of heads, MLP and vocabulary
-    pipeline: Count = 1  # stages of layers; each is a replica of the batch outside of the layers
-    # Groups of layers that a stage holds. More make the bubble smaller, and rows travel more.
+    pipeline: Count = 1  # pipeline stages; outside of the layers each is a batch replica
+    # Groups of layers per stage. More groups make the bubble smaller, and rows travel more.
     pipeline_rounds: Count = 1
-    # Micro-batches of a pass, for each stage; more make the bubble smaller. Packed ones are rows of
-    # the pass, so activations take that many times the memory.
+    # Micro-batches per stage and pass. More make the bubble smaller. With packed rows, activations
+    # take this many times the memory.
     pipeline_micro_batches: Count = 1
-    generation: PhaseMeshConfig = PhaseMeshConfig()
-    passes: PhaseMeshConfig = PhaseMeshConfig()  # without a gradient: old log-probs, values, ...
+    generation: PhaseMeshConfig = PhaseMeshConfig()  # neighbouring devices that share the heads
+    passes: PhaseMeshConfig = PhaseMeshConfig()  # passes without a gradient: old log-probs, values
 
     @property
     def sizes(self) -> dict[Any, int]:
@@ -104,11 +104,11 @@ class MeshConfig(Record):
 
     @property
     def num_replicas(self) -> int:
-        """How many ways a batch is split."""
+        """Number of shares of a batch."""
         return math.prod(self.sizes[axis] for axis in REPLICA_AXES)
 
     def replicas_with(self, tensor: int) -> int:
-        """How many ways a model with its own tensor size splits a batch; 0 is the mesh's size."""
+        """Number of shares of a batch for a model with another tensor size; 0 is the mesh's."""
         if tensor in (0, self.tensor):
             return self.num_replicas
         if tensor < self.tensor:
@@ -125,42 +125,43 @@ class MeshConfig(Record):
 class DataConfig(Record):
     """Where prompts come from. Files and tasks may be mixed."""
 
-    # .parquet, .jsonl, .csv, globs, Hugging Face folders, FOLDER#SPLIT, or hf://OWNER/NAME#SPLIT
+    # Training files: .parquet, .jsonl, .csv, globs, Hugging Face folders, FOLDER#SPLIT, or
+    # hf://OWNER/NAME#SPLIT.
     train_files: Many[str] = ()
-    val_files: Many[str] = ()  # held-out rows, named in the same way
-    train_tasks: Many[TaskSettings] = ()  # generated problems, in addition to files
+    val_files: Many[str] = ()  # held-out files, named like train_files
+    train_tasks: Many[TaskSettings] = ()  # generated training problems, in addition to files
     val_tasks: Many[TaskSettings] = ()  # held-out generated problems
-    # Rows of a Python program, before those of files and tasks: docs/library.md.
+    # Rows of a Python program, before the rows of files and tasks: docs/library.md.
     train_rows: Rows = None
     val_rows: Rows = None
-    tokenizer: str = ""  # a directory or "char"; actor.path replaces "char" and empty
-    # Our names of columns and the files': {prompt: question, ground_truth: answer}.
+    tokenizer: str = ""  # tokenizer folder or "char"; actor.path replaces "char" and empty
+    # Column names of the files, by our names: {prompt: question, ground_truth: answer}.
     columns: Annotated[dict[str, str], BeforeValidator(guess)] = field(default_factory=dict)
-    # "chat": a prompt that is a text becomes a user's message; tasks ask in a sentence.
+    # Form of prompts. "chat" makes a text prompt a user's message, and tasks ask in a sentence.
     prompt_style: Literal["plain", "chat"] = "plain"
-    system_prompt: str = ""  # before conversations that have none of their own
+    system_prompt: str = ""  # system prompt of conversations without one
     # Further variables of the chat template, such as {enable_thinking: false}.
     chat_template_kwargs: FreeDict = field(default_factory=dict)
-    train_batch_size: Count = 128  # prompts an iteration
-    val_batch_size: Count = 512  # prompts a validation call
-    max_prompt_length: Count = 512  # tokens
-    max_response_length: Count = 512  # tokens
-    # of too long prompts or rows: refuse them, or cut a side
+    train_batch_size: Count = 128  # prompts per iteration; offline, rows per step
+    val_batch_size: Count = 512  # prompts per validation call
+    max_prompt_length: Count = 512  # tokens of the longest prompt
+    max_response_length: Count = 512  # tokens of the longest response
+    # Handling of prompts and rows that are too long: an error, or the side that is cut.
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    filter_overlong_prompts: bool = False  # leave out prompts over max_prompt_length
-    shuffle: bool = True  # a new order of rows in each epoch
-    # Online: draw prompts by their earlier scores, instead of in shuffled epochs.
+    filter_overlong_prompts: bool = False  # whether prompts over max_prompt_length are left out
+    shuffle: bool = True  # whether each epoch has a new order of rows
+    # Online: the weight by which prompts are drawn from their earlier scores, instead of epochs.
     priority: Maybe[PrioritySettings] = None
-    priority_uniform: Fraction = 0.1  # share of the draws that is uniform
-    # Online: a column of numbers, such as difficulty, by which the first batches are sorted.
+    priority_uniform: Fraction = 0.1  # share of uniform draws
+    # Online: column of numbers, such as difficulty, that orders the first batches.
     curriculum: str = ""
-    curriculum_steps: Whole = 0  # batches of that; 0 takes each prompt once
-    num_workers: Annotated[int, Ge(0), Le(1024)] = 0  # reader processes; 0 reads in a thread
-    prefetch: Annotated[int, Ge(1), Le(10_000)] = 2  # batches
-    max_bad_fraction: Fraction = 0.0  # rows that may be set aside before a run refuses to start
-    # Read training rows when a batch needs them, for files larger than memory: docs/data.md
+    curriculum_steps: Whole = 0  # batches in the order of curriculum; 0: each prompt once
+    num_workers: Annotated[int, Ge(0), Le(1024)] = 0  # reader processes; 0: a thread
+    prefetch: Annotated[int, Ge(1), Le(10_000)] = 2  # batches that are read ahead
+    max_bad_fraction: Fraction = 0.0  # share of bad rows above which a run does not start
+    # Whether training rows are read when needed, for files larger than memory: docs/data.md.
     streaming: bool = False
-    dataset_class: str = ""  # "module:Class" or "file.py:Class" yielding rows
+    dataset_class: str = ""  # class of yours that yields rows: file.py:Class or module:Class
 
     @property
     def max_row_length(self) -> int:
@@ -171,35 +172,41 @@ class DataConfig(Record):
 class OptimizerConfig(Record):
     """AdamW with a global-norm clip and a schedule over optimizer steps."""
 
-    learning_rate: NotNegative = 1e-6  # its peak, after the warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    warmup_steps: Whole = 0  # in which the learning rate rises
-    total_steps: Whole = 0  # where linear and cosine end; 0 takes the run's own number
-    min_learning_rate_ratio: Fraction = 0.0  # last learning rate over learning_rate
+    learning_rate: NotNegative = 1e-6  # peak learning rate, after the warm-up
+    # Schedule of the learning rate after the warm-up.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Whole = 0  # optimizer steps in which the learning rate rises
+    total_steps: Whole = 0  # last step of linear and cosine; 0: the run's last optimizer step
+    min_learning_rate_ratio: Fraction = 0.0  # last learning rate divided by learning_rate
     b1: BelowOne = 0.9  # decay of AdamW's first moment
     b2: BelowOne = 0.999  # decay of AdamW's second moment
-    eps: Positive = 1e-8  # added to the root of the second moment
-    weight_decay: NotNegative = 0.01  # AdamW's decay, times the learning rate
-    max_grad_norm: Unbounded = 1.0  # inf never clips
-    moment_dtype: DType = "float32"  # bfloat16 halves the state; updates are stochastically rounded
-    offload: bool = False  # optimizer state in CPU memory: 8 bytes a parameter less, slower steps
+    eps: Positive = 1e-8  # epsilon, added to the root of the second moment
+    weight_decay: NotNegative = 0.01  # weight decay, times the learning rate
+    max_grad_norm: Unbounded = 1.0  # largest global gradient norm; inf: no clipping
+    # Dtype of the optimizer state. bfloat16 halves it; its updates are stochastically rounded.
+    moment_dtype: DType = "float32"
+    # Optimizer state in CPU memory: 8 bytes per parameter less on the device, slower steps.
+    offload: bool = False
 
 
 class ModelSettings(Record):
     """A role's model: a directory to import, or a Hugging Face config to initialise at random."""
 
-    path: str = ""  # Hugging Face directory, checkpoint or run folder; empty builds hf_config
+    path: str = ""  # Hugging Face folder, checkpoint or run folder; empty: hf_config
     # Sizes of a model with random weights, as in config.json.
     hf_config: FreeDict = field(default_factory=dict)
-    tensor: Whole = 0  # its own tensor size on the same devices; 0 takes mesh.tensor
-    dtype: DType = "float32"  # of computation
-    param_dtype: DType = "float32"  # of the stored (master) weights
-    # "cudnn" takes a sample a row, in a prefill too: no micro_batch_tokens. It decodes as "auto".
+    tensor: Whole = 0  # tensor size of this model on the same devices; 0: mesh.tensor
+    dtype: DType = "float32"  # dtype of computation
+    param_dtype: DType = "float32"  # dtype of the stored (master) weights
+    # Attention kernels. "cudnn" takes one sample per row, so no micro_batch_tokens; it decodes as
+    # "auto".
     attention: Literal["auto", "pallas", "cudnn", "xla"] = "auto"
-    # Activation checkpointing: what a backward pass computes again to save memory. "projections"
-    # keeps projections and attention; "attention" keeps attention; "full" keeps layer inputs.
+    # Activation checkpointing: activations that a backward pass computes again to save memory.
+    # "projections" keeps projections and attention, "attention" keeps attention, "full" keeps
+    # layer inputs.
     remat: Literal["none", "projections", "attention", "full"] = "none"
-    # Of the residual stream; the sampler's is float32. bfloat16 doubles the gap of their log-probs.
+    # Dtype of the residual stream. The sampler's is float32, so bfloat16 doubles the gap between
+    # the log-probs of sampler and trainer.
     residual_dtype: DType = "float32"
     # One compiled layer in a loop. It copies the weights: 11 to 14 % slower, 13 % larger at 7B.
     scan_layers: bool = False
@@ -208,16 +215,16 @@ class ModelSettings(Record):
 class LoraConfig(Record):
     """Low-rank adapters in place of training all weights; PEFT's names. See docs/lora.md."""
 
-    rank: Whole = 0  # 0 trains all weights
-    # Folder of a PEFT adapter to begin with; its rank, alpha, targets and kind count.
+    rank: Whole = 0  # rank of the adapters; 0: all weights learn
+    # Folder of a PEFT adapter to begin with. Its rank, alpha, targets and kind count.
     path: str = ""
-    alpha: Positive = 16.0  # A B counts alpha / rank times
-    dropout: BelowOne = 0.0  # of the adapters' inputs in updates
-    # "all-linear", names of modules such as q_proj, or patterns of whole names
+    alpha: Positive = 16.0  # numerator of the scale alpha / rank of A B
+    dropout: BelowOne = 0.0  # dropout rate of the adapters' inputs in updates
+    # Adapted modules: "all-linear", names such as q_proj, or patterns of whole names.
     targets: Many[str] = ("all-linear",)
-    rslora: bool = False  # alpha / sqrt(rank), for large ranks
-    dora: bool = False  # the norm of each output learns too
-    # Compute with a copy of base plus adapters, as fast as all weights. False makes no copy.
+    rslora: bool = False  # scale alpha / sqrt(rank), for large ranks
+    dora: bool = False  # DoRA: the norm of each output learns too
+    # Computation with a copy of base plus adapters, as fast as all weights. False makes no copy.
     merge: bool = True
 
     @property
@@ -230,7 +237,7 @@ class AdaptedSettings(ModelSettings):
     """A model that learns, in full or by adapters on frozen weights."""
 
     lora: LoraConfig = LoraConfig()
-    # With lora: of the frozen weights; empty takes dtype. "float8" is of projections alone.
+    # With lora: dtype of the frozen weights; empty: dtype. "float8" holds for projections alone.
     base_dtype: Literal["", "float32", "bfloat16", "float8"] = ""
 
 
@@ -238,20 +245,20 @@ class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    ppo_mini_batch_size: Count = 128  # prompts an optimizer step
+    ppo_mini_batch_size: Count = 128  # prompts per optimizer step
     ppo_epochs: Count = 1  # passes over the samples of an iteration
-    # Draw mini-batches of samples, the critic's too, in each epoch. False keeps prompts whole.
+    # Mini-batches of shuffled samples in each epoch, the critic's too. False keeps prompts whole.
     shuffle: bool = False
-    micro_batch_size: Whole = 0  # samples per device and forward pass; 0 takes the whole mini-batch
-    # Samples are packed into rows of so many tokens a device and pass; 0 pads each in its own row
+    micro_batch_size: Whole = 0  # samples per device and forward pass; 0: the whole mini-batch
+    # Tokens per device and pass of rows that samples are packed into; 0: a padded row per sample.
     micro_batch_tokens: Whole = 0
-    share_prompts: bool = True  # packed: a prompt that several samples answer is in a row once
-    # Of experts, in the warm-up too: coefficient of the load-balance loss, as in transformers.
+    share_prompts: bool = True  # packed: one copy per row of a prompt with several samples
+    # Coefficient of the experts' load-balance loss, as in transformers; in the warm-up too.
     router_aux_loss_coef: NotNegative = 0.0
-    router_z_loss_coef: NotNegative = 0.0  # of experts: coefficient of the routers' z-loss
-    # The mean over layers instead of transformers' formula, in which loads of layers cancel.
+    router_z_loss_coef: NotNegative = 0.0  # coefficient of the experts' router z-loss
+    # Load-balance loss as a mean over layers. In transformers' formula the layers' loads cancel.
     router_aux_loss_by_layer: bool = False
-    # Step of the bias that balances experts of a sigmoid router without a loss. DeepSeek-V3: 0.001.
+    # Step size of the bias that balances a sigmoid router's experts. DeepSeek-V3: 0.001.
     router_bias_rate: NotNegative = 0.0
 
 
@@ -260,41 +267,41 @@ class CriticConfig(AdaptedSettings):
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     ppo_epochs: Count = 1  # passes over the samples of an iteration
-    micro_batch_size: Whole = 0  # samples per device and forward pass; 0 takes the mini-batch
-    micro_batch_tokens: Whole = 0  # tokens of a packed row; 0 pads each sample
-    share_prompts: bool = True  # packed: a prompt of several samples is in a row once
-    warmup_steps: Whole = 0  # iterations in which only it learns; verl's critic_warmup less 1
+    micro_batch_size: Whole = 0  # samples per device and forward pass; 0: the mini-batch
+    micro_batch_tokens: Whole = 0  # tokens of a packed row; 0: a padded row per sample
+    share_prompts: bool = True  # packed: one copy per row of a prompt with several samples
+    warmup_steps: Whole = 0  # iterations that train the critic alone; verl's critic_warmup - 1
 
 
 class SupervisedConfig(Record):
     """A supervised training: the SFT warm-up, the reward model's or the teacher's."""
 
-    steps: Whole = 100  # optimizer steps; 0 skips the training
-    batch_size: Count = 256  # rows an optimizer step
-    micro_batch_size: Whole = 0  # rows a device and forward pass; 0 takes the whole batch
+    steps: Whole = 100  # optimizer steps; 0: no training
+    batch_size: Count = 256  # rows per optimizer step
+    micro_batch_size: Whole = 0  # rows per device and forward pass; 0: the whole batch
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
-    files: Many[str] = ()  # training rows, as in data.train_files
-    tasks: Many[TaskSettings] = ()  # empty files and tasks take the run's training data
-    eval_every: Whole = 0  # steps between held-out evaluations; 0 only at the end
-    stop_at: Fraction = 0.0  # end early once held-out accuracy reaches this; 0 never
+    files: Many[str] = ()  # training files, named like data.train_files
+    tasks: Many[TaskSettings] = ()  # generated rows; without files and tasks: the run's data
+    eval_every: Whole = 0  # steps between held-out evaluations; 0: only at the end
+    stop_at: Fraction = 0.0  # held-out accuracy at which the training ends early; 0: never
 
 
 class RewardModelConfig(ModelSettings):
     """A scalar model whose score at the last token is the reward, or a part of it."""
 
-    weight: float = 1.0  # of its score in a sum with reward functions
-    training: Maybe[SupervisedConfig] = None  # train it in the run, on preference pairs
-    center: NotNegative = 0.0  # coefficient of the squared sum of scores (centring)
+    weight: float = 1.0  # weight of its score in the sum with reward functions
+    training: Maybe[SupervisedConfig] = None  # its training in the run, on preference pairs
+    center: NotNegative = 0.0  # coefficient of the squared sum of a pair's scores
 
 
 class TeacherConfig(ModelSettings):
     """A frozen language model to learn from. Without a path or hf_config it has the actor's."""
 
-    training: Maybe[SupervisedConfig] = None  # train it in the run first, like the warm-up
-    top_k: Count = 8  # tokens a position that it reports, to an algorithm that reads them
+    training: Maybe[SupervisedConfig] = None  # its training before the run's steps
+    top_k: Count = 8  # likeliest tokens per position that it reports, for distillation_top_k
 
 
-# Names of the trainer's own roles; the bases are frozen weights below adapters.
+# Names of the trainer's roles; the bases are frozen weights below adapters.
 ROLES = ("actor", "critic", "reference", "reward", "teacher", "rollout", "base", "critic_base")
 
 
@@ -314,134 +321,138 @@ class ExtraModelConfig(ModelSettings):
     A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
     """
 
-    name: RoleName  # of the role, and in the names of its fields
-    kind: Literal["scalar", "causal_lm"] = "scalar"  # what it computes: scores or log-probs
-    weight: float = 0.0  # of a scalar model's score in the reward; 0 leaves it to stages of yours
+    name: RoleName  # name of the role, also in the names of its fields
+    kind: Literal["scalar", "causal_lm"] = "scalar"  # output of the model: scores or log-probs
+    weight: float = 0.0  # weight of a scalar model's score in the reward; 0: for your stages alone
 
 
 class FilterGroupsConfig(Record):
     """Dynamic sampling (DAPO): replace groups whose samples all got the same reward."""
 
-    enable: bool = False  # replace groups of equal scores
-    metric: str = "score"  # what must vary: the score, or the name of a reward function
-    max_num_gen_batches: Count = 10  # rounds of generation an iteration
-    shortage: Literal["error", "fill"] = "error"  # after the last: stop, or take what there is
+    enable: bool = False  # whether groups of equal scores are replaced
+    metric: str = "score"  # metric that must vary: score, or the name of a reward function
+    max_num_gen_batches: Count = 10  # most rounds of generation per iteration
+    # End of the last round without enough groups: an error, or groups of equal scores as well.
+    shortage: Literal["error", "fill"] = "error"
 
 
 class RolloutConfig(Record):
     """Generation for training."""
 
-    n: Count = 1  # samples a prompt
-    temperature: NotNegative = 1.0  # of sampling; 0 is greedy
-    top_k: Whole = 0  # 0 is off
-    top_p: Probability = 1.0  # sample from the likeliest tokens of this probability; 1 is off
-    min_p: Fraction = 0.0  # least probability over that of the likeliest token; 0 is off
-    # Sequences decoded at once a replica; 0 takes all of its samples, and 8 at least on a GPU.
+    n: Count = 1  # samples per prompt
+    temperature: NotNegative = 1.0  # sampling temperature; 0: greedy
+    top_k: Whole = 0  # number of likeliest tokens to sample from; 0: off
+    top_p: Probability = 1.0  # probability of the likeliest tokens to sample from; 1: off
+    min_p: Fraction = 0.0  # least probability, relative to the likeliest token; 0: off
+    # Sequences per replica that are decoded at once; 0: all of its samples, on a GPU at least 8.
     num_slots: Whole = 0
-    # Response tokens in a replica's cache; 0 has room for all slots at data.max_response_length.
+    # Response tokens in a replica's KV cache; 0: data.max_response_length for every slot.
     cache_tokens: Whole = 0
-    stop_token_ids: Many[Whole] = ()  # in addition to the tokenizer's own
+    stop_token_ids: Many[Whole] = ()  # token ids that end a response, added to the tokenizer's
     # Texts that end a response, held-out answers too: at most 16, each of at most 32 characters.
     stop: StopTexts = ()
-    dtype: Literal["", "float32", "bfloat16"] = ""  # of generation; empty takes the actor's
-    # "float8": projections and cache in 8 bits; set algorithm.rollout_is=token with it.
+    dtype: Literal["", "float32", "bfloat16"] = ""  # dtype of generation; empty: the actor's
+    # Quantized generation. "float8": projections and cache in 8 bits, with
+    # algorithm.rollout_is=token.
     quantization: Literal["none", "float8"] = "none"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    # Of experts: log-probs and updates send a token to those that it had in the rollout.
+    # Experts: log-probs and updates route each token to the experts of its rollout.
     routing_replay: bool = True
 
 
 class SourceGrader(Record):
     """The grader of the held-out rows of one data source."""
 
-    source: str
-    grader: RewardFunction
+    source: str  # name of the data source
+    grader: RewardFunction  # grader of its held-out rows
 
 
 class ValidationConfig(Record):
     """Held-out evaluation: greedy by default."""
 
-    before_train: bool = True  # evaluate before the first step
-    every: Whole = 20  # steps; 0 only before and after
-    n: Count = 1  # answers a prompt
-    temperature: NotNegative = 0.0  # of sampling; 0 is greedy
-    top_p: Probability = 1.0  # sample from the likeliest tokens of this probability; 1 is off
-    grader: RewardFunction = ExactAnswer()  # scores held-out answers
-    graders: Many[SourceGrader] = ()  # of data sources with a grader of their own
-    generate: bool = False  # offline runs: also answer the held-out prompts; online ones always do
+    before_train: bool = True  # whether the run evaluates before the first step
+    every: Whole = 20  # steps between evaluations; 0: only before and after
+    n: Count = 1  # answers per prompt
+    temperature: NotNegative = 0.0  # sampling temperature; 0: greedy
+    top_p: Probability = 1.0  # probability of the likeliest tokens to sample from; 1: off
+    grader: RewardFunction = ExactAnswer()  # grader of held-out answers
+    graders: Many[SourceGrader] = ()  # graders of single data sources
+    generate: bool = False  # offline: whether held-out prompts are answered; online: always
 
 
 class RewardConfig(Record):
     """Reward functions and how they are run."""
 
-    functions: Many[RewardFunction] = ()  # graders of ours and functions of yours; scores are added
-    weights: Many[float] = ()  # empty is 1 each
+    functions: Many[RewardFunction] = ()  # our graders and your functions; their scores are added
+    weights: Many[float] = ()  # weights of the functions; empty: 1 each
     num_workers: Processes = 2  # processes for user functions
-    timeout_s: Seconds = 30.0  # a call
-    failure_value: float = 0.0  # the score of a sample whose function crashed or timed out
-    # Functions may score the steps of a response, each at its last token: docs/write-a-reward.md.
+    timeout_s: Seconds = 30.0  # time limit of a call
+    failure_value: float = 0.0  # score of a sample whose function crashed or timed out
+    # Scores for steps of a response, each at its last token: docs/write-a-reward.md.
     process_rewards: bool = False
     memory_gb: Gigabytes = 16.0  # most memory of a process for user functions
     file_gb: Gigabytes = 4.0  # largest file that a user function may write
-    model: Maybe[RewardModelConfig] = None  # with functions, its weighted score is added to theirs
+    model: Maybe[RewardModelConfig] = None  # reward model; its weighted score is added
 
 
 class PhaseConfig(Record):
     """Another algorithm for the first steps of an online run."""
 
-    algorithm: AlgorithmSettings  # what the policy learns by in these steps
-    steps: Count  # how many; they are part of total_steps
+    algorithm: AlgorithmSettings  # algorithm of these steps
+    steps: Count  # number of steps; they are part of total_steps
 
 
 class LogConfig(Record):
     """What the user sees."""
 
     console_every: Whole = 1  # steps between progress lines
-    samples_every: Whole = 20  # steps between tables of samples; 0 never
+    samples_every: Whole = 20  # steps between tables of samples; 0: never
     num_samples: Whole = 4  # rows of a table of samples
-    tensorboard: bool = True  # files for it; `pip install tensorboard` shows them
-    # wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md
+    tensorboard: bool = True  # files for TensorBoard
+    # Trackers: wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md.
     trackers: Many[str] = ()
-    trace: bool = True  # write samples as JSON lines to <run_dir>/trace
-    trace_details: Whole = 16  # samples of a step whose advantages etc. are traced by token
-    report: bool = True  # <run_dir>/report.html, written again while the run goes on
-    communication_every: Whole = 100  # steps between tables of what devices exchange; 0 never
+    trace: bool = True  # samples as JSON lines in <run_dir>/trace
+    trace_details: Whole = 16  # samples per step whose advantages etc. are traced by token
+    report: bool = True  # page <run_dir>/report.html, updated while the run goes on
+    communication_every: Whole = 100  # steps between tables of communication; 0: never
 
 
 class ProfileConfig(Record):
     """Traces of jax's profiler, in <run_dir>/profile."""
 
-    steps: Many[Count] = ()  # on several GPUs, each also times its collectives
+    steps: Many[Count] = ()  # traced steps; on several GPUs each also times its collectives
 
 
 class CheckpointConfig(Record):
     """What is kept on disk."""
 
-    keep_latest: Count = 2  # how many of the latest stay
-    keep_best: Whole = 1  # by best_metric
-    # "-eval_loss": smaller is better. Empty is the validation reward, or the held-out loss.
+    keep_latest: Count = 2  # number of latest checkpoints that are kept
+    keep_best: Whole = 1  # number of best checkpoints that are kept, by best_metric
+    # Metric of the best checkpoint; a leading minus, as in "-eval_loss": smaller is better. Empty:
+    # the validation reward, or the held-out loss.
     best_metric: str = ""
-    asynchronous: bool = True  # write to disk while the run goes on
-    # Weights are not saved once their norm is so many times that of the start.
+    asynchronous: bool = True  # whether the run goes on while a checkpoint is written
+    # Largest norm of weights that are saved, relative to the norm at the start.
     max_growth: Unbounded = 100.0
-    # Save and end with code 130 by 2026-11-25T18:00, +3h50m from the start, or $SLURM_JOB_END_TIME.
+    # Time by which the run saves and ends with code 130: 2026-11-25T18:00, +3h50m from the start,
+    # or $SLURM_JOB_END_TIME.
     save_by: EndTime = ""
 
 
 class WatchdogConfig(Record):
     """Ends a run that stands still, so that a launcher starts it again."""
 
-    # A stage that ran twice may take ten times its longest, and at least this.
+    # Least time limit of a stage. A stage that ran twice may take ten times its longest time.
     floor_minutes: Annotated[float, Gt(0), Le(1e6)] = 1.5
-    # The most that a stage may take, and the limit of its first runs. 0 is off.
+    # Largest time limit of a stage, and the limit of its first runs; 0: off.
     ceiling_minutes: Annotated[float, Ge(0), Le(1e6)] = 60.0
 
 
 class NodeGroup(Record):
     """Nodes of a run that are named together, for `placement`. A node is a process."""
 
-    count: Count = 1  # nodes
-    gpus_per_node: Count = 8
+    count: Count = 1  # number of nodes
+    gpus_per_node: Count = 8  # GPUs of each node
 
 
 def _group(value: Any) -> Any:
@@ -456,48 +467,48 @@ class Config(Record):
     """A whole run."""
 
     name: str = "run"  # name of the run, and by default of its folder
-    seed: Whole = 0  # of weights, order of data, and sampling
-    run_dir: str = ""  # empty is runs/<name>
+    seed: Whole = 0  # seed of weights, data order and sampling
+    run_dir: str = ""  # folder of the run; empty: runs/<name>
     total_steps: Whole = 100  # steps of the run
-    save_every: Whole = 50  # steps; 0 only at the end
-    resume: str = "auto"  # auto | never | the path of a checkpoint
+    save_every: Whole = 50  # steps between checkpoints; 0: only at the end
+    resume: str = "auto"  # checkpoint to go on from: auto, never, or its path
     mesh: MeshConfig = MeshConfig()
-    # Roles on devices of their own, by their numbers: {"critic": "4-5", "reference": "critic"};
-    # others share the actor's. Nodes and groups: docs/placement.md. "auto": docs/planner.md.
+    # Device numbers of roles with their own devices: {"critic": "4-5", "reference": "critic"}.
+    # Other roles share the actor's. Nodes and groups: docs/placement.md. "auto": docs/planner.md.
     placement: Placement = field(default_factory=dict)
-    # All nodes of a run, in their order. The actor has the first group, if nothing else is said.
+    # Groups of all nodes of a run, in order. By default the actor has the first group.
     node_groups: dict[str, Group] = field(default_factory=dict)
-    # How many updates the policy that samples may be behind; from 1 on, it generates ahead
+    # Most updates that the sampling policy may be behind; from 1 on, batches are generated ahead.
     max_staleness: Whole = 0
-    # With max_staleness: tokens of a response under one policy; it goes on under the next; 0 is off
+    # With max_staleness: tokens of a response under one policy; the next one goes on. 0: off.
     partial_rollouts: Whole = 0
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmSettings = PPO()  # How the policy learns: docs/algorithms.md
-    # Before `algorithm`, in turn, each for its part of `total_steps`: docs/algorithms.md
+    algorithm: AlgorithmSettings = PPO()  # algorithm: docs/algorithms.md
+    # Algorithms before `algorithm`, each for its part of `total_steps`: docs/algorithms.md.
     phases: Many[PhaseConfig] = ()
-    # Offline: the reference model's log-probs once, before the first step.
+    # Offline: log-probs of the reference model computed once, before the first step.
     precompute_reference: bool = False
     reward: RewardConfig = RewardConfig()
-    teacher: Maybe[TeacherConfig] = None  # of distillation
-    # Your own models: docs/add-a-stage.md.
+    teacher: Maybe[TeacherConfig] = None  # teacher of distillation
+    # Models of yours: docs/add-a-stage.md.
     models: Many[ExtraModelConfig] = ()
-    stages: Many[OwnFunction] = ()  # functions that return your stages: docs/add-a-stage.md
+    stages: Many[OwnFunction] = ()  # functions of yours that return stages: docs/add-a-stage.md
     validation: ValidationConfig = ValidationConfig()
-    warmup: Maybe[SupervisedConfig] = None  # SFT of the actor before RL; 0 steps are none
+    warmup: Maybe[SupervisedConfig] = None  # SFT of the actor before RL
     log: LogConfig = LogConfig()
-    alarms: AlarmSettings = AlarmsConfig()  # what is watched; "off" switches all off
+    alarms: AlarmSettings = AlarmsConfig()  # alarms; "off" switches all off
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
-    # Folder of compiled programs; empty is JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
+    # Folder of compiled programs; empty: JAX_COMPILATION_CACHE_DIR, or <run_dir>/compile_cache.
     compile_cache: str = ""
-    # "repeatable": same bits in every process, on a GPU too: no atomics, no cuDNN attention.
-    # "strict": also, the sampler's log-probs have the bits of the trainer's (one device, slower).
+    # Exactness. "repeatable": the same bits in every run, without atomics and cuDNN attention.
+    # "strict": the sampler's log-probs also have the trainer's bits (one device, slower).
     exact: Literal["off", "repeatable", "strict"] = "repeatable"
-    fuse_stages: bool = True  # one program of consecutive stages; False times each by itself
+    fuse_stages: bool = True  # one program for consecutive stages; False: one each, timed alone
 
 
 def is_offline(config: Config) -> bool:

@@ -15,7 +15,7 @@ Digits = Annotated[int, Ge(1), Le(18)]
 
 
 class Priority(Kind):
-    """How much a prompt is wanted, by what the policy got on it before."""
+    """The weight of a prompt in draws, from its earlier scores."""
 
 
 class FailureRate(Priority, kind="failure_rate"):
@@ -40,7 +40,7 @@ PrioritySettings = Annotated[Priority | Custom, one_of(*PRIORITIES, Custom)]
 class Task(Kind):
     """A procedural task."""
 
-    size: Whole = 0  # rows drawn; 0 takes every problem, at most 200,000
+    size: Whole = 0  # number of rows; 0: every problem, at most 200,000
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Task(Kind):
 class ChainSum(Task, kind="chain_sum"):
     """Sums and differences in a row: `7+2-5=`."""
 
-    num_terms: Annotated[int, Ge(2), Le(100)] = 3  # numbers of a problem
+    num_terms: Annotated[int, Ge(2), Le(100)] = 3  # terms of a problem
     num_digits: Digits = 1  # digits of each number
     operators: Literal["+", "-", "+-"] = "+-"  # signs between the numbers
 

@@ -198,7 +198,8 @@ def page() -> str:
         lines += ["", f"{level} {title}", "", introduction, *([""] if keys else [])]
         for key in keys:
             default = f"default `{key.default}`" if key.default else "has to be given"
-            text = f"- `{key.name}`: {key.type}; {default}. {key.comment}".strip()
+            comment = key.comment[:1].upper() + key.comment[1:]
+            text = f"- `{key.name}`: {key.type}; {default}. {comment}".strip()
             lines += _wrapped(text, 160, indent=2)
     return "\n".join(lines) + "\n"
 

@@ -38,9 +38,9 @@ def test_every_key_is_listed_with_its_own_default():
 
 def test_comments_are_those_of_the_source():
     found = comments(SupervisedConfig)
-    assert found["stop_at"] == "end early once held-out accuracy reaches this; 0 never"
+    assert found["stop_at"] == "held-out accuracy at which the training ends early; 0: never"
     of_page = page()
-    above = "Roles on devices of their own, by their numbers"  # lines above the field
+    above = "Device numbers of roles with their own devices"  # lines above the field
     assert above in of_page
     for kind in ALGORITHMS:
         assert f"### algorithm = {kind.kind}\n" in of_page, kind.kind

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny import DEEPSEEK, EXPERTS, HYBRID, MODEL
+from tiny import DEEPSEEK, EXPERTS, MODEL
 from tiny_iteration import (
     first_states,
     in_micro_batches,
@@ -72,28 +72,6 @@ def test_a_base_in_float8_equals_one_that_was_dequantised_before(model, merge):
 @pytest.mark.parametrize(
     ("sizes", "lora", "critic", "base", "model"),
     [
-        # A layer of a gated delta rule, and one of attention as other models have it.
-        pytest.param(
-            {"fsdp": 2, "tensor": 2}, LORA, False, "", HYBRID, id="hybrid", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"fsdp": 4, "tensor": 2},
-            LORA,
-            False,
-            "",
-            ONE_LAYER,
-            id="grpo",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"fsdp": 2, "tensor": 4},
-            replace(LORA, merge=False),
-            True,
-            "float8",
-            ONE_LAYER,
-            id="float8",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             {"expert": 2, "fsdp": 2, "tensor": 2},
             replace(LORA, merge=False),

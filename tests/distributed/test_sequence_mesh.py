@@ -1,7 +1,9 @@
-"""Rows whose tokens are split over devices: passes and updates equal those on one device."""
+"""Rows whose tokens are split over devices: passes and updates equal those on one device.
+
+Whole iterations and offline steps with split rows are in test_mixes.py.
+"""
 
 import functools
-import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -10,22 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_learner_mesh import ALGORITHM, V, constant_groups, fields, learn
-from test_offline_mesh import step as offline_step
-from test_online_mesh import config_of, single
-from tiny_iteration import (
-    OF_THE_DECODE_LOOP,
-    first_states,
-    in_micro_batches,
-    open_iteration,
-    packed,
-    random_params,
-    run_step,
-    tiny_config,
-)
+from test_learner_mesh import ALGORITHM, V, fields, learn
+from tiny_iteration import open_iteration, random_params, tiny_config
 from tiny_models import CONFIGS
 
-from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.distributed.communication import collectives
 from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import train_layout
@@ -239,95 +229,3 @@ def test_causal_work_is_balanced():
     # The first and the last eight tokens of the row are the first device's.
     assert in_window[0].tolist() == [1 + 2 + 3 * 14] + [3 * 16] * 3
     assert (largest, mean) == (520 + 64, 520 + (4 * 64 - 6) / 4)
-
-
-def updated(config, sizes, *, row_tokens=0):
-    """Metrics and every role's parameters after an iteration, in numpy."""
-    devices = jax.devices()[: math.prod(sizes.values())]
-    if row_tokens:
-        config = packed(config, row_tokens)
-    config = replace(config, mesh=MeshConfig(**sizes))
-    iteration = open_iteration(config, make_mesh(**sizes, devices=devices))
-    states, batch, metrics = run_step(iteration, first_states(iteration), 1)
-    params = {name: fetch(states[name].params) for name in ("actor", "critic") if name in states}
-    return batch, metrics, params
-
-
-def check_updated(config, sizes, **rows):
-    batch, metrics, params = updated(config, sizes, **rows)
-    expected_batch, expected_metrics, expected = updated(config, {}, **rows)
-    np.testing.assert_array_equal(batch.responses, expected_batch.responses)
-    for role in params:
-        balance = metrics.pop(f"{role}/attention_balance")
-        if sizes == ALONE and not rows:
-            # 11 tokens in 16 chunks: three devices have 17 of the 66 pairs each.
-            np.testing.assert_allclose(balance, 17 * 8 / 66, rtol=1e-6)
-        assert 1 <= balance < 2.1
-        close(metrics[f"{role}/grad_norm"], expected_metrics[f"{role}/grad_norm"], "norm")
-        for one, other in zip(*map(jax.tree.leaves, (params[role], expected[role])), strict=True):
-            close(one, other, role)
-    # Two equal responses on two devices get scores of a model that are equal to rounding only.
-    expected_metrics = expected_metrics | {"frac_reward_zero_std": constant_groups(batch)}
-    for name in metrics.keys() - OF_THE_DECODE_LOOP:
-        if name.partition("/")[2] not in OF_THE_MESH:
-            np.testing.assert_allclose(
-                metrics[name], expected_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name
-            )
-
-
-@pytest.mark.slow
-def test_grpo_packed_on_data_2_sequence_4():
-    check_updated(single(config_of("grpo")), WITH_DATA, row_tokens=33)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [ALONE, WITH_ALL])
-def test_grpo_packed_on_other_meshes(sizes):
-    check_updated(config_of("grpo"), sizes, row_tokens=33)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [ALONE, WITH_ALL, WITH_DATA])
-def test_ppo_iteration(sizes):
-    """Actor, critic, reference and reward model; the KL penalty is in the reward."""
-    config = tiny_config(num_layers=2)
-    check_updated(in_micro_batches(config, 8 // MeshConfig(**sizes).num_replicas), sizes)
-
-
-def check_offline(sizes, algorithm="dpo", **actor):
-    (params, metrics) = offline_step(algorithm, MeshConfig(**sizes), **actor)
-    (expected_params, expected) = offline_step(algorithm, MeshConfig())
-    assert metrics.keys() == {*expected, "attention_balance"}
-    for name in expected.keys() - OF_THE_MESH:
-        np.testing.assert_allclose(
-            metrics[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
-        )
-    for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
-        close(one, other, algorithm)
-
-
-@pytest.mark.slow
-def test_dpo_on_sequence_8():
-    check_offline(ALONE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [WITH_ALL, WITH_DATA])
-def test_dpo_on_other_meshes(sizes):
-    check_offline(sizes, micro_batch_size=2)
-
-
-@pytest.mark.slow
-def test_packed_kto_on_fsdp_2_sequence_2_tensor_2():
-    check_offline(WITH_ALL, "kto", micro_batch_tokens=16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [ALONE, WITH_ALL, WITH_DATA])
-def test_bfloat16_agrees_to_rounding(sizes):
-    config = single(config_of("grpo"))
-    half = replace(config, actor=replace(config.actor, dtype="bfloat16"))
-    metrics = updated(half, sizes, row_tokens=33)[1]
-    expected = updated(half, {}, row_tokens=33)[1]
-    for name in ("actor/grad_norm", "actor/entropy", "actor/pg_loss"):
-        np.testing.assert_allclose(metrics[name], expected[name], rtol=0.05, atol=2e-3)

@@ -61,7 +61,7 @@ class ShownSample:
     response: str
     score: float
     truth: str | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)  # what each function gave
+    parts: Mapping[str, float] = field(default_factory=dict)  # score of each function
 
     def reward(self) -> str:
         """The score, and its parts where there are several."""
@@ -113,11 +113,11 @@ class Console:
             self._display.step(self._phase, step, self._total_steps, left, headlines(metrics))
 
     def status(self, text: str) -> None:
-        """What goes on before the first step."""
+        """Show the work before the first step."""
         self._display.status(text)
 
     def stage(self, step: int, running: Sequence[str]) -> None:
-        """What of a step goes on now. Elsewhere than on a terminal, only of the first step."""
+        """Show the current stage of a step; in a plain log, of the first step only."""
         first = self._num_timed == 0 and step > self._last_step
         self._display.stage(step, " and ".join(running), first)
 
@@ -324,18 +324,18 @@ class _Now:
 
 def headlines(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The main metrics among those given, by their short names."""
-    found: dict[str, float] = {}
+    short_names: dict[str, float] = {}
     for pattern, label in HEADLINES:
         names = fnmatch.filter(metrics, pattern)
-        if label == "held-out reward":  # of grades of 0 and 1 it is the accuracy
+        if label == "held-out reward":  # with grades of 0 and 1 it is the accuracy
             names = [n for n in names if metrics[n] != metrics.get(n.replace("/reward/", "/acc/"))]
         for name in names:
             # With several validation sources, the name of each is added.
             short = label if len(names) == 1 else f"{label} {name.split('/')[1]}"
-            found[short] = float(metrics[name])
-    if found.get("reward failures") == 0.0:
-        del found["reward failures"]
-    return found
+            short_names[short] = float(metrics[name])
+    if short_names.get("reward failures") == 0.0:
+        del short_names["reward failures"]
+    return short_names
 
 
 def number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""How often Python looks for garbage in cycles: rarely until the first step is done.
+"""Python looks for garbage in cycles rarely until the first step is done.
 
 Imports and tracing make many objects that live. To look for cycles among them, again and again,
 costs a tenth of the CPU time of a start. At the exit it costs half a second.
@@ -18,9 +18,9 @@ class Collector:
 
     def begin_start(self) -> None:
         """Collect rarely from now on; thresholds that are higher stay."""
-        found = gc.get_threshold()
-        if found[0] and found[0] < RARELY[0]:  # 0 is off
-            self._usual = found
+        usual = gc.get_threshold()
+        if usual[0] and usual[0] < RARELY[0]:  # 0 is off
+            self._usual = usual
             gc.set_threshold(*RARELY)
 
     def end_start(self) -> None:
@@ -30,7 +30,7 @@ class Collector:
             gc.set_threshold(*usual)
 
 
-COLLECTOR = Collector()  # of this process
+COLLECTOR = Collector()
 
 
 def end_without_search() -> None:

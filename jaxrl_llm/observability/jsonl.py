@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {key: _plain(x) for key, x in value.items()}
-    if as_list := getattr(value, "tolist", None):  # of numpy, which the report does without
+    if as_list := getattr(value, "tolist", None):  # numpy's, which the report does not import
         return _plain(as_list())
     return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
 

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.numerics import masked_mean, masked_var, safe_divide
 
-GIB = 1024**3  # what verl calls a gigabyte
+GIB = 1024**3  # verl's gigabyte
 EXPLAINED_EPS = 1e-5  # added to the variance of the returns, as verl does
 GRAM = 4  # tokens in a row that count as repeated
-LEAST_TOKENS = 16  # of a response whose repetition is measured
+LEAST_TOKENS = 16  # shortest response whose repetition is measured
 
 Metrics = dict[str, Array]
 
@@ -81,8 +81,8 @@ def frac_zero_std(
     same = (group_ids[:, None] == group_ids[None, :]) & valid[None, :]
     highest = jnp.max(jnp.where(same, scores[None, :], -jnp.inf), axis=1)
     lowest = jnp.min(jnp.where(same, scores[None, :], jnp.inf), axis=1)
-    of_group = jnp.where(valid, safe_divide(jnp.float32(1), same.sum(axis=1, dtype=jnp.float32)), 0)
-    return safe_divide(jnp.where(highest == lowest, of_group, 0.0).sum(), of_group.sum())
+    share = jnp.where(valid, safe_divide(jnp.float32(1), same.sum(axis=1, dtype=jnp.float32)), 0)
+    return safe_divide(jnp.where(highest == lowest, share, 0.0).sum(), share.sum())
 
 
 def length_statistics(name: str, lengths: Array, valid: Array, maximum: int | None) -> Metrics:
@@ -157,8 +157,8 @@ def memory_metrics(devices: Sequence[Any] | None = None) -> dict[str, float]:
     metrics = {}
     devices = jax.local_devices() if devices is None else devices
     stats = [device.memory_stats() or {} for device in devices]
-    of_device = {"max_memory_allocated": "peak_bytes_in_use", "memory_in_use": "bytes_in_use"}
-    for name, key in of_device.items():
+    device_keys = {"max_memory_allocated": "peak_bytes_in_use", "memory_in_use": "bytes_in_use"}
+    for name, key in device_keys.items():
         known = [found[key] for found in stats if found.get(key) is not None]
         if known:
             metrics[f"perf/{name}_gb"] = max(known) / GIB

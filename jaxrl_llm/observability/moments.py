@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Moments:
-    """Of some numbers: how many, their sum, and the squares of their distances from the mean."""
+    """Count and sum of some numbers, and the sum of squared distances from the mean."""
 
     count: int = 0
     total: float = 0.0
@@ -16,7 +16,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Sequence[float] | np.ndarray) -> "Moments":
-        """Of `values`, in float64."""
+        """The moments of `values`, in float64."""
         x = np.asarray(values, np.float64)
         if not x.size:
             return cls()
@@ -24,7 +24,7 @@ class Moments:
         return cls(x.size, total, float(np.square(x - total / x.size).sum()))
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Of the numbers of both (Chan et al. 1983)."""
+        """The moments of the numbers of both (Chan et al. 1983)."""
         if not self.count or not other.count:
             return self if self.count else other
         count = self.count + other.count

@@ -37,7 +37,7 @@ RESERVED_NAMES = (
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a metric of this name would replace one of the trainer."""
-    if name.endswith("/micro_batches"):  # of any stage
+    """True when a metric of this name would replace one of the trainer."""
+    if name.endswith("/micro_batches"):  # any stage has one
         return True
     return name.startswith(RESERVED) or f"{name}/" in RESERVED or name in RESERVED_NAMES

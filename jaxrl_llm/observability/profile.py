@@ -61,7 +61,7 @@ class DeviceEvent:
 
 
 def first_gpu(data: Any) -> list[DeviceEvent]:
-    """What the first GPU of a trace did, in the order of launches; empty where there is none."""
+    """Events of the first GPU of a trace, in the order of launches; empty without a GPU."""
     planes = {int(found[1]): p for p in data.planes if (found := _GPU.fullmatch(p.name))}
     if not planes:
         return []
@@ -84,7 +84,7 @@ def _event(event: Any) -> DeviceEvent:
 
 
 def covered_ns(event: DeviceEvent, spans: Sequence[tuple[float, float]]) -> float:
-    """How much of the event's time lies in `spans`.
+    """The part of the event's time that lies in `spans`.
 
     Requires: the spans come from `joined`.
     """

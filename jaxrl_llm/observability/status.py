@@ -1,4 +1,4 @@
-"""What a command does before its first step: one changing line on a terminal, lines elsewhere."""
+"""The work before the first step: one changing line on a terminal, lines elsewhere."""
 
 import atexit
 import os
@@ -43,4 +43,4 @@ class Status:
             live.stop()
 
 
-STATUS = Status()  # of this process
+STATUS = Status()

@@ -23,14 +23,14 @@ from jaxrl_llm.references import load
 IDS = "trackers.json"  # in the run's folder: ids by tracker, under which a resumed run goes on
 PROJECT = "jaxrl_llm"  # where the tracker's own variable names none
 MOST_FAILURES = 5  # in a row, after which a tracker is not called again
-# Of another package's or the user's code. sys.exit would end a run with the code of a success.
+# Failures of other people's code. sys.exit would end a run with the code of a success.
 FAILURES = (Exception, SystemExit)
 LONGEST_PARAMETER = 500  # characters of a value of MLflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is opened with."""
+    """The run, as a tracker is opened with it."""
 
     name: str
     run_dir: Path

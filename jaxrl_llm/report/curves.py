@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, object_of
 
-MOST_POINTS = 600  # of a curve in the page
+MOST_POINTS = 600  # points of a curve in the page
 DIGITS = 6  # significant digits of a number in the page
 
 

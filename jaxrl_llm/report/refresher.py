@@ -10,7 +10,7 @@ from jaxrl_llm.report.run_files import RunFiles
 from jaxrl_llm.whole_files import TEMPORARY
 
 EVERY_S = 20.0  # between two pages at least
-SHARE = 0.02  # of the time at most: a page that took 1 s is followed by 50 s without one
+SHARE = 0.02  # largest share of the time: 50 s pass after a page that took 1 s
 
 
 class ReportRefresher:
@@ -22,7 +22,7 @@ class ReportRefresher:
 
     def __init__(self, folder: Path, message: Callable[[str], None]):
         for left_over in folder.glob(TEMPORARY.format(name=REPORT, pid="*")):
-            left_over.unlink(missing_ok=True)  # of a process that was killed
+            left_over.unlink(missing_ok=True)  # a process was killed
         self._files = RunFiles(folder)
         self._output = folder / REPORT
         self._message = message

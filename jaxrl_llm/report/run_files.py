@@ -1,4 +1,4 @@
-"""What the page shows of one run, read from its folder."""
+"""One run as the page shows it, read from its folder."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ def open_runs(folders: Sequence[Path]) -> list[RunFiles]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has the files of a run. A model has a config.json as well."""
+    """True when a folder has the files of a run. A model has a config.json as well."""
     return (folder / METRICS).exists() or "total_steps" in _object_in(folder / CONFIG)
 
 

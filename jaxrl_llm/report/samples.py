@@ -14,7 +14,7 @@ MOST_STEPS = {TRAIN: 48, VALIDATION: 12}  # steps whose samples are shown
 A_STEP = 8  # samples of a step and file
 MOST_TEXT = 6_000  # characters of a text
 MOST_TOKENS = 1_024  # tokens of a response that are shown one by one
-MOST_BYTES = 6_000_000  # of all samples of a run, as JSON
+MOST_BYTES = 6_000_000  # all samples of a run, as JSON
 
 _NAME = re.compile(r"(train|validation)(\.process\d+)?-(\d+)\.jsonl")
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
@@ -66,7 +66,7 @@ class Trace:
         with open(files[-1][0], "rb") as file:
             steps = spread(files[0][1], last_step(file), MOST_STEPS[kind])
         ends = [first for _, first in files[1:]] + [steps[-1] + 1]
-        beyond = False  # whether a step is after all those of the file before
+        beyond = False  # a step comes after the end of the file before
         for (path, first), end in zip(files, ends, strict=True):
             wanted = [first] * beyond + [step for step in steps if first <= step < end]
             beyond = False

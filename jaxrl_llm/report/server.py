@@ -30,11 +30,11 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
     def hosts(self) -> set[str]:
-        """What a request may name as host."""
+        """The hosts that a request may name."""
         port = self.server_address[1]
         return {f"{name}:{port}" for name in (LOOPBACK, "localhost")}
 

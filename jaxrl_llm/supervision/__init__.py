@@ -1,1 +1,1 @@
-"""What watches over a run: its folder, disk, time, signals, alarms, callbacks, traces, traffic."""
+"""Watches over a run: its folder, disk, time, signals, alarms, callbacks, traces, traffic."""

@@ -8,7 +8,7 @@ hold for REARM steps. The histories are part of a checkpoint, so a resumed run f
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from statistics import fmean, median, pstdev
 from typing import Any, ClassVar, Literal
@@ -27,7 +27,7 @@ NONFINITE = "nonfinite"
 STEP = "step"
 WISHES = {"warn": Wish.NOTHING, "save": Wish.SAVE, "stop": Wish.STOP}  # by action
 
-History = list[Any]  # of JSON types
+History = list[Any]  # entries of JSON types
 Metrics = Mapping[str, float]
 
 
@@ -36,8 +36,8 @@ class Event:
     """A line of events.jsonl."""
 
     step: int
-    name: str  # of the watcher
-    metric: str  # or the parameters
+    name: str  # name of the watcher
+    metric: str  # name of the metric, or of parameters
     value: float
     threshold: float
     action: str
@@ -61,7 +61,7 @@ class Watcher(ABC):
     metrics: tuple[str, ...]  # patterns of names
     look_at: str
     threshold: float = 0.0
-    restarts: ClassVar[bool] = False  # whether a new process begins a new history
+    restarts: ClassVar[bool] = False  # a new process begins a new history
 
     def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
         """(metric, entry of its history) of a step."""
@@ -72,14 +72,14 @@ class Watcher(ABC):
 
     @abstractmethod
     def kept(self, history: History) -> History:
-        """What the next step needs of a history."""
+        """The part of a history that the next step needs."""
 
     @abstractmethod
     def value(self, history: History) -> float | None:
-        """What is compared, with this step's entry last; None while there is too little."""
+        """The value to compare; None while the history is too short. This step's entry is last."""
 
     def fires(self, value: float) -> bool:
-        """Whether the value is out of bounds."""
+        """True when the value is out of bounds."""
         return value > self.threshold
 
 
@@ -121,7 +121,7 @@ class Fresh(Level):
 
 @dataclass(frozen=True, kw_only=True)
 class Factor(Fresh):
-    """How far from 1 a level is: the larger of the value and its inverse."""
+    """The distance of a level from 1: the larger of the value and its inverse."""
 
     def subjects(self, metrics: Metrics) -> Iterator[tuple[str, Any]]:
         for name, value in super().subjects(metrics):
@@ -256,7 +256,7 @@ class Hacking(Watcher):
         closed: list[list[Any]] = []
         since: History = []
         for entry in history:
-            if len(entry) == 3:  # of an earlier `kept`
+            if len(entry) == 3:  # closed by an earlier `kept`
                 closed.append(entry[:2])
                 continue
             since.append(entry)
@@ -285,107 +285,91 @@ class Finite(Watcher):
 def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
     """Every watcher by its key in the config."""
 
-    def limit(name: str) -> float:
-        return getattr(config, name).threshold
-
-    return {
+    table: dict[str, Watcher] = {
         NONFINITE: Finite(metrics=("*",), look_at="rewards, learning rate, dtype"),
         "gradient_spike": Spike(
             metrics=("actor/grad_norm", "critic/grad_norm", "grad_norm"),
-            threshold=limit("gradient_spike"),
             least=config.gradient_spike.least,
             look_at="learning rate, max_grad_norm, the trace's samples of this step",
         ),
         "entropy": Level(
             metrics=("actor/entropy",),
-            threshold=limit("entropy"),
             side="below",
             window=5,
             look_at="samples that are all alike, entropy_coef, clip_high, learning rate",
         ),
         "kl": Level(
             metrics=("actor/reward_kl_penalty", "actor/kl_loss"),
-            threshold=limit("kl"),
             window=5,
             look_at="kl_coef or kl_loss_coef, learning rate, held-out score",
         ),
         "update_kl": Level(
             metrics=("actor/ppo_kl",),
-            threshold=limit("update_kl"),
             window=1,
             look_at="learning rate, ppo_epochs, actor/pg_clipfrac",
         ),
         "clip_fraction": Level(
             metrics=("actor/pg_clipfrac",),
-            threshold=limit("clip_fraction"),
             look_at="learning rate, ppo_epochs, clip_low and clip_high",
         ),
         "ratio": Factor(
             metrics=("actor/ratio_p01", "actor/ratio_p99"),
-            threshold=limit("ratio"),
             look_at="learning rate, ppo_epochs, the number of mini-batches, actor/ppo_kl",
         ),
         "mismatch": Fresh(
             metrics=("token_mult_prob_error",),
-            threshold=limit("mismatch"),
             window=5,
             look_at="dtypes of rollout and actor, quantization, rollout_is",
         ),
         "reward_std": Deviation(
             metrics=("critic/score/mean",),
-            threshold=limit("reward_std"),
             side="at most",
             look_at="the reward function, rewards/failures, samples",
         ),
         "zero_variance": Level(
             metrics=("frac_reward_zero_std",),
-            threshold=limit("zero_variance"),
             look_at="difficulty of the prompts, rollout.n, filter_groups, the reward function",
         ),
         "length_drift": Shift(
             metrics=("response_length/mean",),
-            threshold=limit("length_drift"),
             least=16.0,
             both=True,
             look_at="samples, rewards that depend on length, loss aggregation",
         ),
         "cut_share": Level(
             metrics=("response_length/clip_ratio",),
-            threshold=limit("cut_share"),
             look_at="max_response_length, stop tokens, an overlong penalty",
         ),
         "repetition": Level(
             metrics=("rollout/repetition",),
-            threshold=limit("repetition"),
             look_at="samples, temperature, learning rate",
         ),
         "reward_hacking": Hacking(
             metrics=("val-core/*/reward/mean@*",),
-            threshold=limit("reward_hacking"),
             look_at="samples with high reward, the reward function, an earlier checkpoint",
         ),
         "explained_variance": Level(
             metrics=("critic/vf_explained_var",),
-            threshold=limit("explained_variance"),
             side="below",
             look_at="the critic's learning rate, critic.warmup_steps",
         ),
         "host_memory": Growth(
             metrics=("perf/process_memory_gb",),
-            threshold=limit("host_memory"),
             look_at="the reward function and dataset class, the step at which it began",
         ),
         "device_memory": Growth(
             metrics=("perf/memory_in_use_gb",),
-            threshold=limit("device_memory"),
             look_at="arrays that your own stages keep",
         ),
         "step_time": Duration(
             metrics=("perf/time_per_step",),
-            threshold=limit("step_time"),
             least=1.0,
             look_at="timing_s/* of these steps, response lengths, other jobs on the machine",
         ),
+    }
+    return {
+        name: replace(watcher, threshold=getattr(getattr(config, name), "threshold", 0.0))
+        for name, watcher in table.items()
     }
 
 
@@ -402,15 +386,15 @@ class Alarms:
     _silent: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found = watchers(self.config)
-        self._actions = {name: getattr(self.config, name).action for name in found}
-        self._watchers = {name: w for name, w in found.items() if self._actions[name] != "off"}
+        table = watchers(self.config)
+        self._actions = {name: getattr(self.config, name).action for name in table}
+        self._watchers = {name: w for name, w in table.items() if self._actions[name] != "off"}
 
     def step(self, step: int, metrics: Metrics) -> list[Event]:
         """Take in the metrics of a step; the alarms that fire in it."""
         events = []
         for name, watcher in self._watchers.items():
-            for metric, value in self._found(name, watcher, metrics):
+            for metric, value in self._judged(name, watcher, metrics):
                 if self._may_fire(name if name == NONFINITE else f"{name} {metric}", value):
                     events.append(self._event(step, name, metric, value[0]))
         return events
@@ -433,17 +417,17 @@ class Alarms:
         return {"histories": self._histories, "silent": self._silent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. What a watcher knows of an earlier process's memory is left out."""
+        """Go on from `state`. An earlier process's memory is forgotten."""
         restarting = {name for name, watcher in watchers(self.config).items() if watcher.restarts}
         histories = state.get("histories", {})
         self._histories = {n: dict(h) for n, h in histories.items() if n not in restarting}
         silent = state.get("silent", {})
         self._silent = {k: n for k, n in silent.items() if k.partition(" ")[0] not in restarting}
 
-    def _found(
+    def _judged(
         self, name: str, watcher: Watcher, metrics: Metrics
     ) -> Iterator[tuple[str, tuple[float, bool]]]:
-        """(metric, (value, whether it is out of bounds)) of what a watcher can judge."""
+        """(metric, (value, out of bounds)) of each history that is long enough."""
         histories = self._histories.setdefault(name, {})
         for metric, entry in watcher.subjects(metrics):
             history = [*histories.get(metric, ()), entry]
@@ -454,7 +438,7 @@ class Alarms:
                 yield metric, (value, watcher.fires(value))
 
     def _may_fire(self, key: str, value: tuple[float, bool]) -> bool:
-        """Whether the condition begins here."""
+        """True when the condition begins here."""
         left = self._silent.get(key, 0)
         if value[1]:
             self._silent[key] = REARM

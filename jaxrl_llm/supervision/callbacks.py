@@ -26,12 +26,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a callback sees after a step. Step 0 is the validation before the first one."""
+    """A step as a callback sees it. Step 0 is the validation before the first one."""
 
     step: int
     total_steps: int
-    metrics: Mapping[str, float]  # those of metrics.jsonl: docs/metrics.md
-    samples: Sequence[Sample]  # of this step; with several processes those of the main one
+    metrics: Mapping[str, float]  # names as in metrics.jsonl: docs/metrics.md
+    samples: Sequence[Sample]  # samples of this step in the main process
     run_dir: Path
     _reasons: list[str]
 
@@ -51,11 +51,11 @@ class Callbacks(Listener):
     run_dir: Path
     total_steps: int
     _samples: dict[int, list[Sample]] = field(default_factory=dict)  # by step
-    _reasons: list[str] = field(default_factory=list)  # of stops that were asked for
+    _reasons: list[str] = field(default_factory=list)  # reasons of the stops so far
 
     @property
     def want_samples(self) -> bool:
-        """Whether somebody looks at the samples."""
+        """True when somebody looks at the samples."""
         return bool(self.functions) and is_main()
 
     @property

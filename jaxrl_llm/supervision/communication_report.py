@@ -1,4 +1,4 @@
-"""What the devices of a run exchange, in each step: the metrics, a file and a table of it.
+"""The communication of a run's devices in each step: metrics, a file and a table.
 
 `distributed/communication.py` reads the collectives of each compiled program. A step multiplies
 those in loops by the loops' counts, which are metrics of the step. On one device nothing is done.
@@ -66,7 +66,7 @@ class StepRow:
 class Known:
     """A compiled program whose collectives were read."""
 
-    found: list[Collective]
+    collectives: list[Collective]
     rows: list[Row]
     runs: int = 0  # before the current step
 
@@ -81,8 +81,8 @@ class CommunicationReport(Listener):
     every: int  # steps between tables on the console; 0 never
     total_steps: int
     message: Callable[[str], None]
-    rows: list[StepRow] = field(default_factory=list)  # of the last step
-    profiles: list[dict[str, Any]] = field(default_factory=list)  # of traced steps
+    rows: list[StepRow] = field(default_factory=list)  # rows of the last step
+    profiles: list[dict[str, Any]] = field(default_factory=list)  # times of traced steps
     # Programs of devices of other processes, which this one does not compile.
     left_out: list[str] = field(default_factory=list)
     _program: Program | None = None
@@ -107,11 +107,11 @@ class CommunicationReport(Listener):
             self.write(step, program)
         if due or (self.every and first):
             self.message("\n".join(table_lines(step, program.mesh.shape, self.rows)))
-        found: dict[str, float] = {}
+        received: dict[str, float] = {}
         for each in self.rows:
             name = f"communication/{each.row.stage}/{each.row.axis}/{each.row.kind}_gb"
-            found[name] = found.get(name, 0.0) + each.totals.bytes / 1e9
-        return found
+            received[name] = received.get(name, 0.0) + each.totals.bytes / 1e9
+        return received
 
     def write(self, step: int, program: Program) -> None:
         """RUN/communication.json, of the last step."""
@@ -136,20 +136,20 @@ class CommunicationReport(Listener):
             about["note"] = UNTIMED
             self.message(UNTIMED)
             return
-        programs = {name: known.found for name, known in self._known.items()}
-        found, missing = time_collectives(events, programs)
+        programs = {name: known.collectives for name, known in self._known.items()}
+        times, missing = time_collectives(events, programs)
         about["rows"] = [
             {
                 **each.names(),
                 "bytes": each.totals.bytes,
-                **found[each.key].to_json(each.totals.bytes),
+                **times[each.key].to_json(each.totals.bytes),
             }
             for each in self.rows
-            if each.key in found
+            if each.key in times
         ]
         about["ms_of_no_row"] = 1e3 * missing
-        seconds = sum(each.seconds for each in found.values())
-        hidden = sum(each.hidden for each in found.values()) / seconds if seconds else 0.0
+        seconds = sum(each.seconds for each in times.values())
+        hidden = sum(each.hidden for each in times.values()) / seconds if seconds else 0.0
         self.message(f"its collectives took {1e3 * seconds:.3g} ms, {hidden:.0%} behind other work")
 
     def _read(self, program: Program) -> bool:
@@ -164,13 +164,13 @@ class CommunicationReport(Listener):
                 compiled = program.compiled(segment)
             else:
                 self.left_out.append(segment.name)
-            found: list[Collective] = []
+            own: list[Collective] = []
             if is_main() and compiled is not None:
                 text = compiled.as_text()
                 assert text is not None
                 axes = _axes(program.mesh_of(segment))
-                found = collectives(text, axes, [stage.name for stage in segment.stages])
-            self._known[segment.name] = Known(found=found, rows=table(found))
+                own = collectives(text, axes, [stage.name for stage in segment.stages])
+            self._known[segment.name] = Known(collectives=own, rows=table(own))
         return bool(new)
 
     def _rows(self, program: Program, step: int, metrics: Mapping[str, float]) -> list[StepRow]:
@@ -186,10 +186,10 @@ class CommunicationReport(Listener):
                 counts = _loop_counts(segment, row.stage, step, metrics)
                 if runs and counts is not None:
                     totals = row.totals(counts)
-                    of_all = Totals(
+                    all_runs = Totals(
                         count=totals.count * runs, bytes=totals.bytes * runs, notes=totals.notes
                     )
-                    rows.append(StepRow(program=segment.name, row=row, totals=of_all))
+                    rows.append(StepRow(program=segment.name, row=row, totals=all_runs))
         return rows
 
 
@@ -205,7 +205,7 @@ def _axes(mesh: Mesh) -> MeshAxes:
 def _loop_counts(
     segment: Segment, name: str, step: int, metrics: Mapping[str, float]
 ) -> dict[str, float] | None:
-    """How often the loops of a stage ran; None for a stage that has not begun."""
+    """The counts of a stage's loops; None for a stage that has not begun."""
     for stage in segment.stages:
         if stage.name == name:
             known = dict(stage.loop_metrics)

@@ -10,7 +10,7 @@ from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
 
 
 class Wish(IntEnum):
-    """What a listener asks for after a step."""
+    """The request of a listener after a step."""
 
     NOTHING = 0
     SAVE = 1

@@ -84,13 +84,13 @@ def time_collectives(
     events: Sequence[DeviceEvent], programs: Mapping[str, Sequence[Collective]]
 ) -> tuple[dict[Key, Measured], float]:
     """The time of each row of `programs`, and the seconds of collectives that belong to no row."""
-    of_program: dict[int, list[DeviceEvent]] = defaultdict(list)
+    by_program: dict[int, list[DeviceEvent]] = defaultdict(list)
     for event in events:
-        of_program[event.program].append(event)
+        by_program[event.program].append(event)
     work = profile.joined((e.start, e.end) for e in events if not _is_collective(e))
-    found: dict[Key, Measured] = {}
+    times: dict[Key, Measured] = {}
     missing = 0.0
-    for each in of_program.values():
+    for each in by_program.values():
         name = _name(each, programs)
         rows = _rows(each, programs[name]) if name is not None else {}
         for event in each:
@@ -101,11 +101,11 @@ def time_collectives(
             if name is None or row is None:
                 missing += seconds
                 continue
-            measured = found.setdefault((name, row.stage, row.axis, row.kind), Measured())
+            measured = times.setdefault((name, row.stage, row.axis, row.kind), Measured())
             measured.calls += 1
             measured.seconds += seconds
             measured.hidden += profile.covered_ns(event, work) / 1e9
-    return found, missing
+    return times, missing
 
 
 def _is_collective(event: DeviceEvent) -> bool:

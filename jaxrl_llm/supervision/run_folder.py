@@ -32,15 +32,11 @@ from jaxrl_llm.checkpoint.layout import (
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
-from jaxrl_llm.references import is_file, is_folder
 from jaxrl_llm.whole_files import write_whole
 
 LOCK = "run.lock"
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-# What a run writes into its folder.
-FILES = (LOCK, CONFIG, METRICS, "events.jsonl")
-FOLDERS = (CHECKPOINTS, "trace", "tensorboard")
 
 # Keys that may change when a run goes on (fnmatch patterns). They say how long it runs, and what
 # it writes and shows.
@@ -52,12 +48,9 @@ SCHEDULE_KEYS = (
     "save_every",
     "compile_cache",
     "log.*",
-    "alarms",  # in a folder of a version without the key
     "alarms.*",
-    "profile",  # in a folder of a version without the key
     "profile.*",
     "checkpoint.*",
-    "watchdog",  # in a folder of a version without the key
     "watchdog.*",
     "validation.every",
     "validation.before_train",
@@ -104,8 +97,8 @@ class RunFolder:
 
     path: Path  # absolute: a callback may change the working directory
     given: Path  # as the config has it, for messages
-    latest_step: int | None  # of its newest complete checkpoint; None: it holds no run yet
-    config_text: str  # of this process
+    latest_step: int | None  # step of the newest complete checkpoint; None without one
+    config_text: str  # config of this process, as JSON
 
     def write_config(self) -> None:
         """Store the config, on the main process. It is the one that later starts compare with."""
@@ -113,15 +106,15 @@ class RunFolder:
             write_whole(self.path / CONFIG, self.config_text)
 
     def is_new(self, config: Config) -> bool:
-        """Whether a start of `config` has no checkpoint to go on from, here or elsewhere."""
+        """True when a start of `config` has no checkpoint to go on from, here or elsewhere."""
         return self.latest_step is None and config.resume in ("auto", "never")
 
     def is_finished(self, config: Config) -> bool:
-        """Whether a start of `config` finds all of its steps done."""
+        """True when a start of `config` finds all of its steps done."""
         return config.resume == "auto" and bool(self.nothing_to_do(config.total_steps))
 
     def nothing_to_do(self, total_steps: int) -> str:
-        """What to tell the user when all steps were done before; empty when steps are left."""
+        """The message when all steps were done before; empty when steps are left."""
         if self.latest_step is None or self.latest_step < total_steps:
             return ""
         return (
@@ -152,7 +145,6 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         if is_main():
             try:
                 _make(path)
-                _check_kinds(given)
                 stack.enter_context(_lock(path))
                 latest = _latest_step(path)
                 _check_no_model(given, latest)
@@ -166,7 +158,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
 
 
 def _what_runs(config: Config, text: str) -> dict[str, Any]:
-    """What must be the same in all processes: another one computes another part of a step."""
+    """Everything that must be the same in all processes: each computes a part of a step."""
     return {
         "config": json.loads(text) | {"compile_cache": None},  # a node may have a disk of its own
         "file": file_digests(config),
@@ -179,14 +171,14 @@ def _digest(own: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
-def _check_same_run(of_processes: Sequence[Mapping[str, Any]]) -> None:
+def _check_same_run(processes: Sequence[Mapping[str, Any]]) -> None:
     """Raises: ConfigError that says in what the first other process differs from process 0."""
-    for process, found in enumerate(of_processes):
-        changed = list(_differences("", of_processes[0], found))
+    for process, there in enumerate(processes):
+        changed = list(_differences("", processes[0], there))
         if changed:
             lines = [
-                f"  {key}: {_shown(there)} in process 0, {_shown(here)} in process {process}"
-                for key, there, here in changed[:MOST_SHOWN]
+                f"  {key}: {_shown(first)} in process 0, {_shown(here)} in process {process}"
+                for key, first, here in changed[:MOST_SHOWN]
             ]
             raise ConfigError(
                 "the processes of this run differ:\n" + "\n".join(lines) + "\nStart all of them "
@@ -221,23 +213,9 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _check_kinds(path: Path) -> None:
-    """Raises: ConfigError where a name of the run is taken by a file or folder of another kind."""
-    for names, taken, kind, other in (
-        (FILES, is_folder, "folder", "file"),
-        (FOLDERS, is_file, "file", "folder"),
-    ):
-        for name in names:
-            if taken(path / name):
-                raise ConfigError(
-                    f"{path / name} is a {kind}, and the run writes a {other} of that name; rename "
-                    f"it, or give another folder: --config.run_dir={free_folder(path)}"
-                )
-
-
 def _latest_step(path: Path) -> int | None:
-    found = (path / CHECKPOINTS).glob(f"{STEP_PREFIX}_*")
-    steps = [step for p in found if (step := step_of(p)) is not None and is_complete(p)]
+    folders = (path / CHECKPOINTS).glob(f"{STEP_PREFIX}_*")
+    steps = [step for p in folders if (step := step_of(p)) is not None and is_complete(p)]
     return max(steps, default=None)
 
 
@@ -254,7 +232,7 @@ def _check_no_model(path: Path, latest: int | None) -> None:
         stored = json.loads(text)
     except (ValueError, RecursionError):
         if not text.strip() or latest is not None or has_steps(path):
-            return  # of a run: `_check_config` reads it too
+            return  # it is a run's: `_check_config` reads it too
         stored = None
     if not isinstance(stored, dict) or "total_steps" not in stored:
         raise ConfigError(
@@ -264,17 +242,17 @@ def _check_no_model(path: Path, latest: int | None) -> None:
 
 
 def has_steps(path: Path) -> bool:
-    """Whether the folder has metrics of a step, with or without a checkpoint."""
+    """True when the folder has metrics of a step, with or without a checkpoint."""
     try:
         return any(row.get(GLOBAL_STEP, 0) > 0 for row in read_jsonl([path / METRICS]))
     except FileNotFoundError:
         return False
     except (OSError, ValueError, AttributeError):
-        return True  # what cannot be read is not overwritten
+        return True  # a file that cannot be read is not overwritten
 
 
 def a_run(latest: int | None) -> str:
-    """What a folder holds whose newest checkpoint is of step `latest`."""
+    """The run in a folder, in words; `latest` is the step of its newest checkpoint."""
     return "a run without a checkpoint" if latest is None else f"a run at step {latest}"
 
 
@@ -309,7 +287,7 @@ def _check_config(path: Path, new: Mapping[str, Any], latest: int | None) -> Non
 def _to_go_on(
     checkpoint: Path, free: Path, changed: list[tuple[str, Any, Any]], new: Mapping[str, Any]
 ) -> str:
-    """How the new config uses the checkpoint: its whole state, or its weights."""
+    """The flags by which the new config uses the checkpoint: its whole state, or its weights."""
     if not any(key == "seed" or key.startswith("data.") for key, *_ in changed):
         text, flags = "go on from its checkpoint", f"--config.resume={checkpoint}"
     else:  # the checkpoint's place in the order of the rows would be of other rows
@@ -326,7 +304,7 @@ def _with_new_keys(stored: Any) -> Any:
     try:
         return json.loads(to_json(from_json(json.dumps(stored))))
     except (ConfigError, TypeError):
-        return stored  # of another version: it is compared as it stands
+        return stored  # another version wrote it: it is compared as it stands
 
 
 def differing_keys(stored: Any, new: Any) -> list[tuple[str, Any, Any]]:
@@ -335,9 +313,9 @@ def differing_keys(stored: Any, new: Any) -> list[tuple[str, Any, Any]]:
     Both are nested dicts and lists, as JSON has them. A key that one side lacks counts as ABSENT.
     """
     return [
-        found
-        for found in _differences("", stored, new)
-        if not any(fnmatchcase(found[0], pattern) for pattern in FREE_KEYS)
+        difference
+        for difference in _differences("", stored, new)
+        if not any(fnmatchcase(difference[0], pattern) for pattern in FREE_KEYS)
     ]
 
 

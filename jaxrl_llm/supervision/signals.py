@@ -23,7 +23,7 @@ class EndedAtOnce(KeyboardInterrupt):
     """The run ended inside a step; the step is lost. The message says why."""
 
 
-_host_work = 0  # how many `host_work` blocks the main thread is in; it alone counts
+_host_work = 0  # number of `host_work` blocks around the main thread
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def leave_closed_terminals(descriptors: list[int]) -> None:
 
 
 def send_to_null(descriptor: int) -> None:
-    """What is written to the descriptor from now on is lost, without an error."""
+    """Drop everything that is written to the descriptor from now on, without an error."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)

@@ -44,7 +44,7 @@ EndProcess = Callable[[int], object]  # os._exit
 
 @dataclass(kw_only=True)
 class Limits:
-    """What each stage may take, learnt from what it took. Seconds."""
+    """The limit of each stage in seconds, learnt from how long it took."""
 
     floor_s: float
     ceiling_s: float
@@ -71,12 +71,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a process stands, as it writes it to its file."""
+    """The place of a process, as it writes it to its file."""
 
     at: float  # epoch seconds of the writing
     step: int
     stage: str
-    changes: int  # of the stage, since the start: processes go through the same ones
+    changes: int  # stages since the start: all processes go through the same
     waits: str | None  # the name of the barrier or the exchange at which it waits for others
 
     def __str__(self) -> str:
@@ -107,16 +107,16 @@ def lagging(places: Mapping[int, Place], count: int, now: float) -> dict[int, st
 
 
 def _behind(places: Mapping[int, Place]) -> list[int]:
-    """Those at the earliest place, of which one that waits for others is further."""
+    """The processes at the earliest place. One that waits for others counts as further."""
     order = {k: (place.changes, place.waits is not None) for k, place in places.items()}
-    return [k for k, found in order.items() if found == min(order.values())]
+    return [k for k, place in order.items() if place == min(order.values())]
 
 
 # ------------------------------------------------------------------------- the watch
 
 
 class Watch:
-    """What a training says of where it stands. This one does not watch."""
+    """Hears from a training where it stands. This one does not watch."""
 
     def enter(self, stage: str, step: int | None = None, *, learn: bool = True) -> None:
         """A stage begins, and the one before ends. Its time is not learnt with `learn=False`."""
@@ -244,10 +244,10 @@ class Watchdog(Watch):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 text = (self._files / f"process-{process}.json").read_text()
                 places[process] = Place(**json.loads(text))
-        found = lagging(places, self._count, time.time())
-        if not found:
+        slow = lagging(places, self._count, time.time())
+        if not slow:
             return "No process lags: all stand at the same place"
-        return "; ".join(f"process {k} lags: it {what}" for k, what in found.items())
+        return "; ".join(f"process {k} lags: it {what}" for k, what in slow.items())
 
     def _end(self, why: str) -> None:
         # Otherwise the timer could cut off what is written here.

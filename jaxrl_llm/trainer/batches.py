@@ -70,8 +70,7 @@ class StepTokens:
 
     num_prompt: int
     num_response: int
-    # Of whole samples, where they were generated; of those that this process owns.
-    lengths: Sequence[int] = ()
+    lengths: Sequence[int] = ()  # tokens of this process's samples; empty in offline training
 
     @classmethod
     def of_all(
@@ -99,10 +98,12 @@ class Batches(ABC):
         """The batch of `step` on the mesh, and the context that its host stages read."""
 
     @abstractmethod
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
+    def finish(
+        self, step: int, batch: Any, context: Any, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
         """Take in the batch that the program of `step` completed; the metrics of the step.
 
-        `found` are those that the program measured.
+        `metrics` are the program's.
         """
 
     @abstractmethod
@@ -110,7 +111,7 @@ class Batches(ABC):
         """The tokens of a batch that was completed."""
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
-        """What a checkpoint after `step` keeps of the source: JSON types, and arrays by name."""
+        """The source's part of a checkpoint after `step`: JSON types, and arrays by name."""
         return {"data": self.loader.get_state()}, {}
 
     def close(self) -> None:  # noqa: B027
@@ -137,9 +138,11 @@ class PromptBatches(Batches):
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
         return self._prompts(step, timer, first_sample=0)
 
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
+    def finish(
+        self, step: int, batch: Any, context: Any, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
         self._note(step, context, batch)
-        return found | self._priorities(step) | self._repetition.take()
+        return metrics | self._priorities(step) | self._repetition.take()
 
     def tokens(self, batch: Any) -> StepTokens:
         fields = (batch.prompt_lengths, batch.response_lengths)
@@ -162,8 +165,8 @@ class PromptBatches(Batches):
         groups = held_groups(rows, config.rollout.n)
         with timer(WAITING):
             drawn = isinstance(loader, PriorityLoader)
-            found = loader.draw(step, groups) if drawn else next(loader)
-        prompts = dict(zip(groups.tolist(), found, strict=True))
+            rows_read = loader.draw(step, groups) if drawn else next(loader)
+        prompts = dict(zip(groups.tolist(), rows_read, strict=True))
         host_batch = prompt_batch(
             prompts,
             rows.held,
@@ -219,8 +222,8 @@ class Repetition:
     def take(self) -> dict[str, float]:
         """The mean over all processes, which must all call it; 0 where all are too short."""
         everyone = gather_objects([sum(self._shares), len(self._shares), self._any], "repetition")
-        total, count = (sum(found[i] for found in everyone) for i in (0, 1))
-        known = any(found[2] for found in everyone)
+        total, count = (sum(process[i] for process in everyone) for i in (0, 1))
+        known = any(process[2] for process in everyone)
         self._shares, self._any = [], False
         return {"rollout/repetition": total / max(count, 1)} if known else {}
 
@@ -249,34 +252,36 @@ class FilteredBatches(PromptBatches):
         self._groups, self._rounds = groups, []
         while not groups.complete:
             batch, context = self._prompts(step, timer, groups.rounds * samples)
-            _, batch, found = iteration.program.run(
+            _, batch, metrics = iteration.program.run(
                 states, batch, step, context, timer, iteration.collecting
             )
             groups.add(batch)
             self._note(step, context, batch)
-            self._rounds.append(fetch(found))
+            self._rounds.append(fetch(metrics))
         return groups.batch(), None
 
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
+    def finish(
+        self, step: int, batch: Any, context: Any, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
         assert self._groups is not None
         rounds = self._rounds
-        found = found | moved_metric(*rounds, found)
+        metrics = metrics | moved_metric(*rounds, metrics)
         own = self._groups.metrics() | self._priorities(step) | self._repetition.take()
-        return means_of(rounds) | found | own
+        return means_of(rounds) | metrics | own
 
 
 def means_of(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The mean of each metric over the rounds that have it. Samples that failed are added up."""
     means: dict[str, Any] = {}
-    for name in sorted({name for found in rounds for name in found}):
+    for name in sorted({name for metrics in rounds for name in metrics}):
         counts = name.startswith("rewards/") and name.endswith("/failures")
         means[name] = (np.sum if counts else np.mean)([r[name] for r in rounds if name in r])
     return means
 
 
-def moved_metric(*found: dict[str, Any]) -> dict[str, float]:
-    """What moved between groups of devices in all calls of a step; nothing on one group."""
-    sizes = [metrics[MOVED] for metrics in found if MOVED in metrics]
+def moved_metric(*calls: dict[str, Any]) -> dict[str, float]:
+    """Gigabytes that moved between groups of devices in a step; nothing on one group."""
+    sizes = [metrics[MOVED] for metrics in calls if MOVED in metrics]
     return {MOVED: float(sum(sizes))} if sizes else {}
 
 
@@ -302,7 +307,7 @@ class GroupFilter:
 
     @property
     def rounds(self) -> int:
-        """How many were taken in."""
+        """The number of rounds that were taken in."""
         return self._rounds
 
     @property
@@ -366,7 +371,7 @@ class GroupFilter:
         return self._kept.replace(group_ids=ids)
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were generated, how many varied, how many replace others."""
+        """Counts of the groups that were generated, that vary, and that replace others."""
         varied, constant = self._varied, self._constant
         return {
             "train/num_gen_batches": float(self._rounds),
@@ -378,7 +383,7 @@ class GroupFilter:
 
 
 def _varies(values: Any, group: int, column: int | None, numeric: Any) -> Any:
-    """Whether the scores, or a column of the parts, of each group differ: [B] -> [B / group].
+    """True for each group whose scores, or column of the parts, differ: [B] -> [B / group].
 
     `numeric` is NumPy or its namesake of jax.
     """
@@ -438,8 +443,10 @@ class RecordBatches(Batches):
             self._on_host = next(self.loader)
         return place_held(self._on_host, batch_sharding(self.plan.learner.mesh), self._rows), None
 
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
-        return found
+    def finish(
+        self, step: int, batch: Any, context: Any, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        return metrics
 
     def tokens(self, batch: Any) -> StepTokens:
         groups = [self._on_host[name] for name in self.plan.record_algorithm.records.groups]
@@ -461,14 +468,14 @@ class OfflineRecords:
     pad_id: int
     mismatched: bool  # the algorithm also gives a prompt the completion of another record
     precomputed: bool  # log-probs of the reference are tables over these records
-    rows: HostRows  # of a batch
+    rows: HostRows  # rows of a batch
     train: Sequence[OfflineRecord]
     held_out: Sequence[OfflineRecord]
-    held_out_pairs: Sequence[OfflineRecord]  # of an algorithm that judges pairs
+    held_out_pairs: Sequence[OfflineRecord]  # pairs for an algorithm that judges them
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many there are of each table of log-probs."""
+        """The number of records in each table of log-probs."""
         return {TRAIN: len(self.train), HELD_OUT: len(self.held_out)}
 
     def loader(self) -> Loader[OfflineRecord, Any]:

@@ -43,11 +43,11 @@ class RunData:
     """The data of a run: where training goes on, and what is held out."""
 
     config: Config
-    loader: AnyLoader  # of the training data
-    num_rows: int  # of the training data
+    loader: AnyLoader  # loader of the training data
+    num_rows: int  # rows of the training data
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
-    records: OfflineRecords | None  # of offline training
-    digests: dict[str, str]  # of what is compared at a resume and may change
+    records: OfflineRecords | None  # None in online RL
+    digests: dict[str, str]  # rows that a resume compares, and that may change
 
     @property
     def num_held_out(self) -> int:
@@ -64,7 +64,7 @@ class RunData:
         return given or ("-eval_loss" if by_loss else "")
 
     def evaluations(self, plan: Plan, output: RunOutput) -> list[Evaluation]:
-        """What is measured on held-out data, in order: a later one overrides names."""
+        """The measurements on held-out data, in order: a later one overrides names."""
         found: list[Evaluation] = []
         records = self.records
         if records is None:
@@ -99,7 +99,7 @@ def open_plan_and_data(
     new: bool = False,
     begins: bool = False,
 ) -> tuple[Plan, RunData]:
-    """What the algorithm of `config` makes of a run. `stack` closes what was opened.
+    """Plan the run and open its data. `stack` closes what was opened.
 
     Every program is traced here, so that shapes and fields that do not fit are refused.
     Of a `new` run the files of weights are checked, before any data are read.

@@ -58,16 +58,16 @@ class Round:
 
     context: StepContext
     batch: Any  # with what generation wrote
-    found: dict[str, float] = field(default_factory=dict)  # metrics of generation
-    graded: dict[str, Any] = field(default_factory=dict)  # those of grading it
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of generation
+    grading: dict[str, Any] = field(default_factory=dict)  # metrics of grading
 
-    def add(self, batch: Any, found: Mapping[str, Any]) -> int:
+    def add(self, batch: Any, metrics: Mapping[str, Any]) -> int:
         """Take in what a part of generation wrote; how many responses are unfinished."""
         self.batch = batch
-        new = {name: float(value) for name, value in fetch(dict(found)).items()}
+        new = {name: float(value) for name, value in fetch(dict(metrics)).items()}
         unfinished = int(new.pop(UNFINISHED, 0))
-        counted = {name: self.found.get(name, 0.0) + new[name] for name in COUNTS if name in new}
-        self.found = new | self.found | counted
+        counted = {name: self.metrics.get(name, 0.0) + new[name] for name in COUNTS if name in new}
+        self.metrics = new | self.metrics | counted
         return unfinished
 
 
@@ -76,15 +76,15 @@ class Ahead:
     """A batch that is made before its step."""
 
     step: int
-    version: int  # of the last policy that generates for it
-    epoch: int = 0  # of the loader after its prompts
-    loader: Any = None  # of dynamic sampling: the loader's state before its prompts
+    version: int  # last policy that generates for it
+    epoch: int = 0  # epoch of the loader after its prompts
+    loader: Any = None  # dynamic sampling: the loader's state before its prompts
     rounds: list[Round] = field(default_factory=list)  # one without dynamic sampling
-    timer: Timer = field(default_factory=Timer)  # of what did not run within a step
+    timer: Timer = field(default_factory=Timer)  # times of work outside of a step
     generated: Future[None] = field(default_factory=Future)  # done: nothing is left to generate
     graded: Future[Graded] = field(default_factory=Future)
-    priorities: dict[str, float] = field(default_factory=dict)  # of dynamic sampling: metrics
-    groups: GroupFilter | None = None  # of dynamic sampling
+    priorities: dict[str, float] = field(default_factory=dict)  # dynamic sampling: metrics
+    groups: GroupFilter | None = None  # dynamic sampling: the groups so far
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits for the batch gets the error."""
@@ -95,11 +95,11 @@ class Ahead:
 
 @dataclass(frozen=True, kw_only=True)
 class UnderWay:
-    """What a thread generates on devices of other processes."""
+    """A batch that a thread generates on devices of other processes."""
 
     each: Ahead
     iteration: Phase
-    gigabytes: float  # that moved to the rollout
+    gigabytes: float  # size of the fields that moved to the rollout
     timer: Timer
     generated: "Future[tuple[States, Any, dict[str, Any]]]"
 
@@ -138,9 +138,9 @@ class AheadBatches(PromptBatches):
 
     _ahead: deque[Ahead] = field(default_factory=deque)
     _current: Ahead | None = None
-    _found: dict[str, Any] = field(default_factory=dict)
+    _metrics: dict[str, Any] = field(default_factory=dict)
     _under_way: UnderWay | None = None  # with groups on several processes
-    _saving: Timer = field(default_factory=Timer)  # of what `saved` generated since the last step
+    _saving: Timer = field(default_factory=Timer)  # times of what `saved` generated
     # The thread that grades; None with several processes: each step grades its own batch.
     _host: ThreadPoolExecutor | None = field(init=False)
     # The thread that generates; None on one group, where the main thread does.
@@ -165,19 +165,21 @@ class AheadBatches(PromptBatches):
         if self._host is None:
             self._grade(first)
         with timer(WAITING_FOR_ROLLOUT), host_work():
-            batch, found = first.graded.result()
+            batch, metrics = first.graded.result()
         saving, self._saving = self._saving, Timer()
         for each in (first.timer, saving):
             for name, seconds in each.timings().items():
                 timer.add(name, seconds)
-        self._found |= found | self._staleness(first, batch)
+        self._metrics |= metrics | self._staleness(first, batch)
         return batch, first.rounds[0].context
 
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
+    def finish(
+        self, step: int, batch: Any, context: Any, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
         assert self._current is not None
-        generated, (own, self._found) = self._current.rounds[0].found, (self._found, {})
-        found = generated | own | found | moved_metric(generated, own, found)
-        return super().finish(step, batch, context, found)
+        generated, (own, self._metrics) = self._current.rounds[0].metrics, (self._metrics, {})
+        metrics = generated | own | metrics | moved_metric(generated, own, metrics)
+        return super().finish(step, batch, context, metrics)
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         started = time.perf_counter()
@@ -194,7 +196,7 @@ class AheadBatches(PromptBatches):
                 "version": each.version,
                 "complete": each.generated.done(),
                 "rounds": [
-                    {"policy_version": round.context.policy_version, "metrics": round.found}
+                    {"policy_version": round.context.policy_version, "metrics": round.metrics}
                     for round in each.rounds
                 ],
             }
@@ -246,7 +248,7 @@ class AheadBatches(PromptBatches):
             going = ()
 
     def _begun_late(self, version: int, timer: Timer) -> tuple[Ahead, ...]:
-        """Batches whose earlier versions did nothing: a resume that can use none of those kept.
+        """Batches to generate again, because the checkpoint's copies cannot be used.
 
         They have no token yet, and go on in the call that begins the next batch.
         """
@@ -290,7 +292,7 @@ class AheadBatches(PromptBatches):
         iteration = self.plan.at(each.step)
         roles = {role for segment in iteration.collecting for role in segment.roles}
         weights = {role: states[role] for role in roles & states.keys()}
-        weights |= iteration.program.follow(roles, states, timer, self._found)
+        weights |= iteration.program.follow(roles, states, timer, self._metrics)
         if self._worker is None:
             work(each, iteration, weights, timer)
         elif iteration.program.is_spread:
@@ -323,14 +325,14 @@ class AheadBatches(PromptBatches):
         (only,), stages = way.each.rounds, [g for s in way.iteration.generating for g in s.stages]
         here = batch_sharding(way.iteration.mesh)
         with timer(WAITING_FOR_ROLLOUT):
-            _, batch, found = way.generated.result()
+            _, batch, metrics = way.generated.result()
             names = [name for stage in stages for name in stage.writes]
             writes = {name: transfer.moved(batch[name], here) for name in names}
             way.iteration.program.share_times(way.timer)
         for name, seconds in way.timer.timings().items():
             way.each.timer.add(name, seconds)
         gigabytes = way.gigabytes + sum(x.nbytes for x in writes.values()) / 1e9
-        if not only.add(only.batch.replace(**writes), {**found, MOVED: gigabytes}):
+        if not only.add(only.batch.replace(**writes), {**metrics, MOVED: gigabytes}):
             self._completed(way.each)
 
     def _first_part(self, each: Ahead, iteration: Phase, weights: States, timer: Timer) -> None:
@@ -372,11 +374,11 @@ class AheadBatches(PromptBatches):
         assert program is not None
         failed = [older.generated.done() and older.generated.exception() for older in going]
         sound = [older for older, error in zip(going, failed, strict=True) if not error]
-        of_older = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
-        together = only.batch.replace(**of_older)
-        _, batch, found = program.run(weights, together, each.step, None, timer)
+        older_parts = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
+        together = only.batch.replace(**older_parts)
+        _, batch, metrics = program.run(weights, together, each.step, None, timer)
         parts = self._apart({name: batch[OLDER + name] for name in iteration.generated})
-        counts = [found.pop(f"{UNFINISHED}_{i}") for i in range(len(parts))]
+        counts = [metrics.pop(f"{UNFINISHED}_{i}") for i in range(len(parts))]
         left = {
             id(older): older.rounds[0].add(
                 older.rounds[0].batch.replace(**part), {UNFINISHED: count}
@@ -387,16 +389,16 @@ class AheadBatches(PromptBatches):
             older
         ) in sound:  # one that began late has the metrics of this call, and none of its work
             own = older.rounds[0]
-            own.found = own.found or {
+            own.metrics = own.metrics or {
                 name: 0.0 if name in COUNTS else float(value)
-                for name, value in fetch(dict(found)).items()
+                for name, value in fetch(dict(metrics)).items()
                 if name != UNFINISHED
             }
         new = only.batch.replace(**{name: batch[name] for name in iteration.generated})
-        return [*(left.get(id(older), 0) for older in going), only.add(new, found)]
+        return [*(left.get(id(older), 0) for older in going), only.add(new, metrics)]
 
     def _older(self, batches: list[Any], ahead: list[Ahead], new: Any) -> dict[str, jax.Array]:
-        """What the program reads of the batches before the new one; step 0 is none."""
+        """The fields of the batches before the new one, which the program reads; step 0 is none."""
         number = self.plan.config.max_staleness
         steps = [*(each.step for each in ahead), *[0] * (number - len(ahead))]
         fill = batches[0] if batches else self._blanks(new)
@@ -409,8 +411,8 @@ class AheadBatches(PromptBatches):
         self, each: Ahead, run: Callable[..., Any], weights: States, timer: Timer
     ) -> None:
         (only,) = each.rounds
-        _, batch, found = run(weights, only.batch, each.step, only.context, timer)
-        if not only.add(batch, found):
+        _, batch, metrics = run(weights, only.batch, each.step, only.context, timer)
+        if not only.add(batch, metrics):
             self._completed(each)
 
     def _completed(self, each: Ahead) -> None:
@@ -426,10 +428,10 @@ class AheadBatches(PromptBatches):
     def _graded(self, each: Ahead, one: Round) -> Graded:
         """The samples of a round with what host stages write, and their metrics."""
         iteration = self.plan.at(each.step)
-        _, batch, found = iteration.program.run(
+        _, batch, metrics = iteration.program.run(
             {}, one.batch, each.step, one.context, each.timer, iteration.grading
         )
-        return batch, fetch(found)
+        return batch, fetch(metrics)
 
     # ------------------------------------------------------------------------- checkpoints
 
@@ -450,22 +452,22 @@ class AheadBatches(PromptBatches):
     def _restore(self, each: Ahead, kept: Mapping[str, Any], arrays: Any) -> None:
         (old,), (fields,) = kept["rounds"], arrays
         new = self._draw(each, Timer(), old["policy_version"])
-        new.batch, new.found = new.batch.replace(**fields), dict(old["metrics"])
+        new.batch, new.metrics = new.batch.replace(**fields), dict(old["metrics"])
         if kept["complete"]:
             self._completed(each)
 
     # ------------------------------------------------------------------------- metrics
 
     def _staleness(self, each: Ahead, batch: Any) -> dict[str, float]:
-        """How many updates the tokens of a batch are behind."""
+        """The number of updates by which the tokens of a batch are behind."""
         context = each.rounds[0].context
         if not self.plan.config.partial_rollouts:
             behind = float(each.step - 1 - context.policy_version)
             return {"rollout/staleness": behind, "rollout/staleness_max": behind}
         versions = fetch_rows(batch.policy_versions, context.rows)
         context.last_policy_versions = versions.max(axis=1)
-        found = self._measure(each.step - 1, batch.policy_versions)
-        return {name: float(value) for name, value in fetch(found).items()}
+        metrics = self._measure(each.step - 1, batch.policy_versions)
+        return {name: float(value) for name, value in fetch(metrics).items()}
 
     @cached_property
     def _stacked(self) -> Callable[..., dict[str, jax.Array]]:
@@ -518,7 +520,7 @@ def token_staleness(newest: int, versions_NR: jax.Array) -> dict[str, jax.Array]
 def _guarded(each: Ahead, work: Callable[[], None]) -> None:
     try:
         work()
-    except BaseException as error:  # of a thread: it is raised where the batch is taken
+    except BaseException as error:  # raised in the main thread, where the batch is taken
         each.fail(error)
 
 
@@ -536,15 +538,17 @@ class AheadFilteredBatches(AheadBatches):
         batch, _ = super().next(step, states, timer)
         return batch, None
 
-    def finish(self, step: int, batch: Any, context: Any, found: dict[str, Any]) -> dict[str, Any]:
-        current, (own, self._found) = self._current, (self._found, {})
+    def finish(
+        self, step: int, batch: Any, context: Any, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        current, (own, self._metrics) = self._current, (self._metrics, {})
         assert current is not None and current.groups is not None
         for one in current.rounds:
             self._trace(step, one.context, one.batch)
-        rounds = [one.found | one.graded for one in current.rounds]
-        parts = [part for one in current.rounds for part in (one.found, one.graded)]
-        found = means_of(rounds) | own | found | moved_metric(*parts, own, found)
-        return found | current.groups.metrics() | current.priorities | self._repetition.take()
+        rounds = [one.metrics | one.grading for one in current.rounds]
+        parts = [part for one in current.rounds for part in (one.metrics, one.grading)]
+        metrics = means_of(rounds) | own | metrics | moved_metric(*parts, own, metrics)
+        return metrics | current.groups.metrics() | current.priorities | self._repetition.take()
 
     def _begin(
         self, each: Ahead, states: States, timer: Timer, going: tuple[Ahead, ...] = ()
@@ -555,10 +559,10 @@ class AheadFilteredBatches(AheadBatches):
         groups = self._open(each, iteration)
         while not groups.complete:
             one = self._draw(each, timer, each.version)
-            _, batch, found = iteration.program.run(
+            _, batch, metrics = iteration.program.run(
                 weights, one.batch, each.step, one.context, timer, iteration.generating
             )
-            one.add(batch, found)
+            one.add(batch, metrics)
             self._add(each, groups, one)
         self._close(each, groups)
 
@@ -574,7 +578,7 @@ class AheadFilteredBatches(AheadBatches):
         return each.groups
 
     def _add(self, each: Ahead, groups: GroupFilter, one: Round) -> None:
-        one.batch, one.graded = self._graded(each, one)
+        one.batch, one.grading = self._graded(each, one)
         groups.add(fetch(one.batch))
         self._prioritise(each.step, one.batch)
 
@@ -591,6 +595,6 @@ class AheadFilteredBatches(AheadBatches):
         groups = self._open(each, self.plan.at(each.step))
         for old, fields in zip(kept["rounds"], arrays, strict=True):
             one = self._draw(each, Timer(), old["policy_version"])
-            one.batch, one.found = one.batch.replace(**fields), dict(old["metrics"])
+            one.batch, one.metrics = one.batch.replace(**fields), dict(old["metrics"])
             self._add(each, groups, one)
         self._close(each, groups)

@@ -48,5 +48,5 @@ def train(
                     training.report(metrics)
                     if training.save_is_due():
                         training.save(metrics)
-                watch.enter(START, learn=False)  # of the next training
+                watch.enter(START, learn=False)  # the next training begins
             return run.summary()

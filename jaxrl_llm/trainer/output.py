@@ -5,7 +5,6 @@ import json
 import platform
 import shlex
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -44,24 +43,43 @@ from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 from jaxrl_llm.whole_files import write_whole
 
 ABOUT = "about.json"
-TRAININGS = ("warmup", "teacher", "reward_model")  # that a run begins with
+TRAININGS = ("warmup", "teacher", "reward_model")  # supervised trainings before the run
 TOKEN_FIELDS = ("old_logprobs", "reference_logprobs", "values", "advantages")
 
 
-class MetricsLog(ABC):
-    """Where a training reports."""
+@dataclass(kw_only=True)
+class MetricsLog:
+    """The reports of a training. Only the main process has something to write to."""
 
-    @abstractmethod
+    phase: str = ""  # name of a supervised training, such as "warmup"
+    console: Console | None = None
+    writer: MetricsWriter | None = None
+    report: ReportRefresher | None = None
+    trackers: list[Guarded] = field(default_factory=list)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, once, on the main process."""
+        """Write the metrics of a step, once."""
+        if self.writer is not None:
+            self.writer.log(step, metrics)
+        if self.console is not None:
+            self.console.log(step, metrics)
+        if self.report is not None:
+            self.report.step()
+        numbers = {name: float(value) for name, value in metrics.items()}
+        if not self.phase:
+            numbers = {GLOBAL_STEP: step} | numbers
+        for tracker in self.trackers:
+            tracker.log(step, numbers, self.phase)
 
-    @abstractmethod
     def message(self, text: str) -> None:
-        """A line for the user."""
+        """Show a line to the user."""
+        if self.console is not None:
+            self.console.message(text)
 
-    @abstractmethod
     def stage(self, step: int, running: Sequence[str]) -> None:
         """Show the current stage of a step; empty between stages."""
+        if self.console is not None:
+            self.console.stage(step, running)
 
 
 class RunOutput(MetricsLog):
@@ -78,6 +96,7 @@ class RunOutput(MetricsLog):
         callbacks: Callbacks,
     ):
         """Open everything. Cut off what was written after `resume_step`; None cuts off all."""
+        super().__init__()
         self._config = config
         self.run_dir = run_dir
         self._tokenizer = tokenizer
@@ -85,11 +104,7 @@ class RunOutput(MetricsLog):
         self._callbacks = callbacks
         self._stack = ExitStack()
         keep = -1 if resume_step is None else resume_step
-        self._console: Console | None = None
-        self._metrics: MetricsWriter | None = None
         self._events: JsonlFile | None = None
-        self._report: ReportRefresher | None = None
-        self._shown: list[Guarded] = []  # trackers that show the run elsewhere
         self._trace: TraceWriter | None = None
         # Every process traces the samples that it owns, in files of its own.
         self._suffix = "" if is_main() else f".process{jax.process_index()}"
@@ -111,19 +126,19 @@ class RunOutput(MetricsLog):
 
     def _open_files_and_trackers(self, keep: int) -> None:
         config = self._config
-        for name in TRAININGS if keep < 0 else ():  # of an earlier run that saved nothing
+        for name in TRAININGS if keep < 0 else ():  # left by a run that saved nothing
             (self.run_dir / name / "metrics.jsonl").unlink(missing_ok=True)
-        self._metrics = MetricsWriter(self.run_dir / "metrics.jsonl")
-        self._stack.callback(self._metrics.close)
-        self._metrics.truncate_after(keep)
+        self.writer = MetricsWriter(self.run_dir / "metrics.jsonl")
+        self._stack.callback(self.writer.close)
+        self.writer.truncate_after(keep)
         self._events = JsonlFile(self.run_dir / "events.jsonl", key=STEP)
         self._events.truncate_after(keep)
         self._stack.callback(self._events.close)
-        self._console = Console(
+        self.console = Console(
             every=config.log.console_every,
             samples_every=config.log.samples_every,
         )
-        self._stack.callback(self._console.close)
+        self._stack.callback(self.console.close)
         names = [*(["tensorboard"] if config.log.tensorboard else []), *config.log.trackers]
         run = TrackedRun(
             name=config.name,
@@ -132,11 +147,11 @@ class RunOutput(MetricsLog):
             resume_step=None if keep < 0 else keep,
         )
         for tracker in open_trackers(list(dict.fromkeys(names)), run, self.message):
-            self._shown.append(tracker)
+            self.trackers.append(tracker)
             self._stack.callback(tracker.close)
         if config.log.report:
-            self._report = ReportRefresher(self.run_dir, self._console.message)
-            self._stack.callback(self._report.close)  # when the trace is closed
+            self.report = ReportRefresher(self.run_dir, self.console.message)
+            self._stack.callback(self.report.close)  # when the trace is closed
 
     def __enter__(self) -> "RunOutput":
         return self
@@ -149,18 +164,6 @@ class RunOutput(MetricsLog):
     ) -> None:
         self._stack.close()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, once, on the main process."""
-        if self._metrics is not None:
-            self._metrics.log(step, metrics)
-        if self._console is not None:
-            self._console.log(step, metrics)
-        if self._report is not None:
-            self._report.step()
-        numbers = {name: float(value) for name, value in metrics.items()}
-        for tracker in self._shown:
-            tracker.log(step, {GLOBAL_STEP: step, **numbers})
-
     def flush(self) -> None:
         """Wait until the trace of every step so far is written. A checkpoint comes after it."""
         if self._trace is not None:
@@ -170,46 +173,36 @@ class RunOutput(MetricsLog):
         """An alarm: a line of events.jsonl, in the console and in the trackers."""
         if self._events is not None:
             self._events.append(dataclasses.asdict(event))
-        for tracker in self._shown:
+        for tracker in self.trackers:
             tracker.log(event.step, {f"alarms/{event.name}": event.value})
             tracker.text(event.step, f"alarms/{event.name}/text", event.line())
         self.message(event.line())
 
     def begin(self, first_step: int) -> None:
         """RL begins, with `first_step` steps done before."""
-        if self._console is not None:
-            self._console.begin("step", self._config.total_steps, first_step)
-
-    def message(self, text: str) -> None:
-        """A line for the user."""
-        if self._console is not None:
-            self._console.message(text)
+        if self.console is not None:
+            self.console.begin("step", self._config.total_steps, first_step)
 
     def status(self, text: str) -> None:
         """Show what happens before the first step."""
-        if self._console is not None:
-            self._console.status(text)
+        if self.console is not None:
+            self.console.status(text)
 
-    def stage(self, step: int, running: Sequence[str]) -> None:
-        """Show the current stage of a step; empty between stages."""
-        if self._console is not None:
-            self._console.stage(step, running)
-
-    def supervised(self, name: str, steps: int) -> "SupervisedOutput":
-        """Where a supervised training reports: DIR/<name>/metrics.jsonl, started afresh."""
+    def supervised(self, name: str, steps: int) -> MetricsLog:
+        """The reports of a supervised training, in a new DIR/<name>/metrics.jsonl."""
         assert name in TRAININGS, name
-        if self._console is None:
-            return SupervisedOutput(name=name)
-        tracker = MetricsWriter(self.run_dir / name / "metrics.jsonl")
-        tracker.truncate_after(-1)
-        self._stack.callback(tracker.close)
-        self._console.begin(name.replace("_", " "), steps)
-        return SupervisedOutput(
-            name=name,
-            tracker=tracker,
-            console=self._console,
-            report=self._report,
-            shown=tuple(self._shown),
+        if self.console is None:
+            return MetricsLog(phase=name)
+        writer = MetricsWriter(self.run_dir / name / "metrics.jsonl")
+        writer.truncate_after(-1)
+        self._stack.callback(writer.close)
+        self.console.begin(name.replace("_", " "), steps)
+        return MetricsLog(
+            phase=name,
+            console=self.console,
+            writer=writer,
+            report=self.report,
+            trackers=self.trackers,
         )
 
     def rollout(self, step: int, context: StepContext, batch: RolloutBatch) -> None:
@@ -223,10 +216,10 @@ class RunOutput(MetricsLog):
             extras, failures = None, {}
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
-            of_models = self._model_scores(batch)
-            if of_models:
-                scores, found = fetch_rows((batch.scores, of_models), context.rows)
-                parts = parts | found
+            model_scores = self._model_scores(batch)
+            if model_scores:
+                scores, model_parts = fetch_rows((batch.scores, model_scores), context.rows)
+                parts = parts | model_parts
             failures: dict[int, list[str]] = {}
             for failure in reward.failures:
                 failures.setdefault(failure.index, []).append(failure.describe())
@@ -250,9 +243,9 @@ class RunOutput(MetricsLog):
         if self._callbacks.want_samples:
             self._callbacks.add(step, _samples(prompts, context.completions, scores, parts))
         every = self._config.log.samples_every
-        if self._shown and every and (step == 1 or step % every == 0):
+        if self.trackers and every and (step == 1 or step % every == 0):
             self._show_samples(step, prompts, context.completions, scores)
-        if self._console is not None:
+        if self.console is not None:
             first = range(0, len(owned), context.n)  # one sample of each group
             shown = [
                 ShownSample(
@@ -264,7 +257,7 @@ class RunOutput(MetricsLog):
                 )
                 for i in first[: self._config.log.num_samples]
             ]
-            self._console.samples(step, shown)
+            self.console.samples(step, shown)
 
     def _show_samples(
         self,
@@ -283,32 +276,32 @@ class RunOutput(MetricsLog):
             }
             for prompt, completion, score in zip(prompts, completions, scores, strict=True)
         ][: self._config.log.num_samples]
-        for tracker in self._shown if rows else ():
+        for tracker in self.trackers if rows else ():
             tracker.samples(step, rows)
 
-    def validation(self, step: int, found: Validation) -> None:
+    def validation(self, step: int, validation: Validation) -> None:
         """Trace this process's answers to held-out prompts after `step` steps."""
         if self._trace is not None:
             self._trace.write(
                 "validation" + self._suffix,
                 step,
                 policy_version=step,
-                prompts=found.prompts,
-                completions=found.completions,
-                scores=found.grades,
-                failures=found.failures,
-                indices=found.indices,
+                prompts=validation.prompts,
+                completions=validation.completions,
+                scores=validation.grades,
+                failures=validation.failures,
+                indices=validation.indices,
             )
 
     def _model_scores(self, batch: RolloutBatch) -> dict[str, jax.Array]:
         """The scores of the models whose weighted sum is the reward, by name."""
-        found = {} if batch.model_scores is None else {"model": batch.model_scores}
+        scores = {} if batch.model_scores is None else {"model": batch.model_scores}
         weighted = [model.name for model in self._config.models if model.weight]
         names = [name for name in weighted if f"{name}_scores" in batch.extra]
-        return found | {name: batch.extra[f"{name}_scores"] for name in names}
+        return scores | {name: batch.extra[f"{name}_scores"] for name in names}
 
     def _token_details(self, context: StepContext, batch: RolloutBatch) -> dict[str, np.ndarray]:
-        """What the batch says of the tokens of the first samples of a step, where they are ours."""
+        """Numbers of each token of the first samples of a step, where this process owns them."""
         most = self._config.log.trace_details
         ours = int((context.first_sample + context.rows.owned < most).sum())
         # A role apart may lie on devices of other processes.
@@ -350,37 +343,7 @@ def _samples(
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SupervisedOutput(MetricsLog):
-    """The metrics of a supervised training that a run begins with; None on other processes."""
-
-    name: str  # of the training, such as "warmup"
-    tracker: MetricsWriter | None = None
-    console: Console | None = None
-    report: ReportRefresher | None = None
-    shown: tuple[Guarded, ...] = ()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.tracker is not None:
-            self.tracker.log(step, metrics)
-        numbers = {name: float(value) for name, value in metrics.items()}
-        for tracker in self.shown:
-            tracker.log(step, numbers, self.name)
-        if self.console is not None:
-            self.console.log(step, metrics)
-        if self.report is not None:
-            self.report.step()
-
-    def message(self, text: str) -> None:
-        if self.console is not None:
-            self.console.message(text)
-
-    def stage(self, step: int, running: Sequence[str]) -> None:
-        if self.console is not None:
-            self.console.stage(step, running)
-
-
-# ------------------------------------------------------------------------- what the run is
+# ------------------------------------------------------------------------- banner
 
 
 def about(
@@ -406,21 +369,21 @@ def about(
 
 
 def reward_text(reward: RewardConfig) -> str:
-    """What scores a training sample: each function, with the settings that are not its defaults."""
+    """The reward in words: each function, with the settings that are not its defaults."""
     names = [described(function) for function in reward.functions]
     if reward.weights:
         names = [f"{weight:g} * {name}" for weight, name in zip(reward.weights, names, strict=True)]
     return " + ".join([*names, *(["a reward model"] if reward.model is not None else [])])
 
 
-def about_lines(found: dict[str, str]) -> str:
+def about_lines(about: dict[str, str]) -> str:
     """`about` for the console."""
-    return "\n".join(f"{name:<9} {text}" for name, text in found.items() if name != "started")
+    return "\n".join(f"{name:<9} {text}" for name, text in about.items() if name != "started")
 
 
-def write_about(folder: Path, found: dict[str, str]) -> None:
+def write_about(folder: Path, about: dict[str, str]) -> None:
     """Replace RUN/about.json, which the report shows."""
-    write_whole(folder / ABOUT, json.dumps(found, indent=2) + "\n")
+    write_whole(folder / ABOUT, json.dumps(about, indent=2) + "\n")
 
 
 def _devices(plan: Plan) -> str:
@@ -447,12 +410,12 @@ def parameters(number: int) -> str:
     return str(number)
 
 
-# ------------------------------------------------------------------------- what the run did
+# ------------------------------------------------------------------------- summary
 
 
 @dataclass(kw_only=True)
 class RunTotals:
-    """What the summary reports. The checkpoint holds it, so a resumed run reports all steps."""
+    """Numbers of the summary. A checkpoint holds them, so a resumed run reports all steps."""
 
     first: dict[str, float] = field(default_factory=dict)  # validation before the first step
     last: dict[str, float] = field(default_factory=dict)
@@ -478,16 +441,16 @@ class RunTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a finished or interrupted run returns to its caller."""
+    """The result of a finished or interrupted run."""
 
     run_dir: Path
     step: int
     totals: RunTotals
-    seconds: float  # of this process, start to end
+    seconds: float  # time of this process, start to end
     interrupted: bool
     alarmed: bool = False  # an alarm ended it before its last step
     called_off: bool = False  # a callback ended it before its last step
-    reason: str = ""  # that the callback gave
+    reason: str = ""  # reason that the callback gave
     checkpoint: Path
 
 

@@ -35,16 +35,16 @@ class RewardFunctions(HostReward):
     stops: Stops
     process_rewards: bool = False  # rewards of steps go to the tokens that end them
     most_failed: int = MOST_FAILED
-    _failed: list[int] = field(default_factory=list)  # the last steps, if all samples failed there
+    _failed: list[int] = field(default_factory=list)  # last steps in which all samples failed
 
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
         """Refuse functions that ask for a column that no prompt has, or can read no right answer.
 
         Raises ValueError. Of streamed prompts, right answers are read when they come.
         """
-        found = columns_by_source(prompts).values()
+        sources = columns_by_source(prompts).values()
         self.manager.check(
-            sorted({name for x in found for name in x}),
+            sorted({name for columns in sources for name in columns}),
             config.data.columns,
             all_rows=not config.data.streaming,
         )
@@ -79,7 +79,7 @@ class RewardFunctions(HostReward):
         first = reward.failures[0].describe() if reward.failures else ""
         own = [reward.statistics.to_json(), len(reward.scores), first]
         everyone = gather_objects(own, "rewards")
-        statistics = merge(found for found, _, _ in everyone)
+        statistics = merge(counts for counts, _, _ in everyone)
         if statistics.num_failed < sum(number for _, number, _ in everyone):
             self._failed.clear()
         else:
@@ -105,13 +105,13 @@ class RewardFunctions(HostReward):
     def step_rewards(self, context: StepContext, shape: tuple[int, int]) -> np.ndarray:
         """The rewards of steps at their last tokens, weighted: float32 [N, R]."""
         assert context.reward is not None
-        found = np.zeros(shape, np.float32)
+        rewards = np.zeros(shape, np.float32)
         samples = zip(context.completions, context.reward.steps, strict=True)
         for row, (completion, given) in enumerate(samples):
             for weight, steps in given:
                 places = last_tokens(steps, completion, self.tokenizer)
-                np.add.at(found[row], places, weight * np.array(steps.scores, np.float32))
-        return found
+                np.add.at(rewards[row], places, weight * np.array(steps.scores, np.float32))
+        return rewards
 
     def _completions(self, answers: HostResponses) -> list[Completion]:
         return completions_of(self.tokenizer, self.stops, *answers)

@@ -82,13 +82,13 @@ class Run:
     tokenizer: Tokenizer
     plan: Plan
     data: RunData
-    supervised: Supervised  # what a new run trains first
+    supervised: Supervised  # trainings that a new run begins with
     output: RunOutput
     checkpoints: CheckpointManager
-    identity: Identity  # of its models
+    identity: Identity  # identity of models and data
     save_by: float  # epoch seconds before which it saves and ends
-    resume: Path | None  # the checkpoint to go on from; None begins
-    resume_step: int | None  # of it
+    resume: Path | None  # checkpoint to go on from; None in a new run
+    resume_step: int | None  # step of that checkpoint
     stack: ExitStack
     watch: Watch
     started: float
@@ -97,7 +97,7 @@ class Run:
     compilations: CompileCounter
     totals: RunTotals = field(default_factory=RunTotals)
     _own: Training | None = None
-    _bases: dict[str, Any] = field(default_factory=dict)  # what `bases_record` found
+    _bases: dict[str, Any] = field(default_factory=dict)  # records by `bases_record`
     _frozen: dict[str, Any] = field(default_factory=dict)  # digests of the frozen roles
 
     def trainings(self) -> Iterator[Training]:
@@ -166,7 +166,7 @@ class Run:
         """The banner, on the main process: on the console and in RUN/about.json."""
         if not is_main():
             return
-        found = about(
+        lines = about(
             self.plan,
             run_dir=run_folder(self.config),
             num_train=self.data.num_rows,
@@ -174,8 +174,8 @@ class Run:
             step=self.resume_step,
             steps=self.config.total_steps,
         )
-        write_about(self.run_dir, found)
-        self.output.message(about_lines(found))
+        write_about(self.run_dir, lines)
+        self.output.message(about_lines(lines))
 
     def summary(self) -> Summary:
         """The run as it ended."""
@@ -218,7 +218,7 @@ class Run:
         )
 
     def _listeners(self, batches: Batches) -> list[Listener]:
-        """What follows the run's own steps; the first is the innermost."""
+        """The listeners of the run's own steps; the first is the innermost."""
         config, plan, message = self.config, self.plan, self.output.message
         profiler = StepProfiler(
             run_dir=self.run_dir, steps=config.profile.steps, message=message, watch=self.watch
@@ -318,8 +318,8 @@ class Run:
         abstract = self.plan.abstract_states(kept_sizes(loop_state, self.config))
         frozen = self.plan.frozen
         try:
-            items, found = manager.restore(path, to_items(abstract, self._apart))
-            self.checkpoints.growth.begin(found[manager.NORMS])
+            items, stored = manager.restore(path, to_items(abstract, self._apart))
+            self.checkpoints.growth.begin(stored[manager.NORMS])
         except DamagedCheckpoint as error:
             if path.parent != self.checkpoints.directory:
                 raise
@@ -335,7 +335,7 @@ class Run:
 
 
 def saves_first(config: Config) -> bool:
-    """Whether a run writes a checkpoint before its first step.
+    """True when a run writes a checkpoint before its first step.
 
     Without one, a killed run starts again from step 0, with the same bits. But a run with a warm-up
     would repeat it, and a deadline needs to know how long a save takes.

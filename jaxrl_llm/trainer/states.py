@@ -147,7 +147,7 @@ def _in_full(plan: Plan) -> Role:
 
 
 def _first_state(plan: Plan, name: str, actor: Params, states: States) -> Any:
-    """What a role other than the actor keeps. A base that it has of its own is in `states`."""
+    """The state of a role other than the actor. A base of its own is in `states`."""
     role = plan.roles[name]
     if not role.base:
         return role.state(_derive_or_load(plan, name, actor))
@@ -180,7 +180,7 @@ def _copy(params: Params, *, dtype: str) -> Params:
 
 
 def _frozen(spec: ModelSpec, params: Params) -> Params:
-    """What a warm-up learned, as the base of adapters is stored."""
+    """Weights after a warm-up, as the base of adapters is stored."""
     return quantized_as(spec.params, cast(params, spec.dtype))
 
 
@@ -195,7 +195,7 @@ def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
 
 
 def _made(make: Callable[[Params], Params], role: Role, params: Params) -> Params:
-    """What `make` makes of another role's parameters, where this role keeps its own."""
+    """Make this role's parameters from another role's, where this role keeps its own."""
     here = {x.sharding.mesh for x in jax.tree.leaves(params)}  # one device or mesh has them
     if here == {role.mesh}:
         return call(jax.jit(make, out_shardings=role.param_shardings), (params,), role.mesh)
@@ -243,7 +243,7 @@ def reference_tables(tables: ReferenceTables, params: Params, records: OfflineRe
 
 
 def has_supervised(config: Config) -> bool:
-    """Whether a new run of `config` begins with a supervised training."""
+    """True when a new run of `config` begins with a supervised training."""
     teacher, reward_model = config.teacher, config.reward.model
     return (
         config.warmup is not None
@@ -256,7 +256,7 @@ def has_supervised(config: Config) -> bool:
 class SupervisedTraining:
     """A supervised training that a run begins with: all of it but the weights."""
 
-    name: str  # of its folder
+    name: str  # name of its folder
     plan: Plan
     settings: SupervisedConfig
     loader: Loader[Any, Any]
@@ -292,21 +292,21 @@ def open_supervised(
     """
     config = plan.config
     opening = _Opening(config=config, tokenizer=tokenizer, validator=validator, run_dir=run_dir)
-    found: Supervised = {}
+    trainings: Supervised = {}
     if config.warmup is not None:
-        found["actor"] = opening.sft("warmup", "sft", _in_full(plan), config.warmup)
+        trainings["actor"] = opening.sft("warmup", "sft", _in_full(plan), config.warmup)
     teacher, reward_model = config.teacher, config.reward.model
     if TEACHER in plan.roles and teacher is not None and teacher.training is not None:
-        found[TEACHER] = opening.sft(TEACHER, TEACHER, plan.roles[TEACHER], teacher.training)
+        trainings[TEACHER] = opening.sft(TEACHER, TEACHER, plan.roles[TEACHER], teacher.training)
     if "reward" in plan.roles and reward_model is not None and reward_model.training is not None:
         center, training = reward_model.center, reward_model.training
-        found["reward"] = opening.reward_model(plan.roles["reward"], training, center)
-    return found
+        trainings["reward"] = opening.reward_model(plan.roles["reward"], training, center)
+    return trainings
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """What makes the supervised trainings of a run."""
+    """Makes the supervised trainings of a run."""
 
     config: Config
     tokenizer: Tokenizer
@@ -323,8 +323,9 @@ class _Opening:
         evaluations: list[Evaluation] = []
         if self.validator is not None:
             accuracy = f"{prefix}/eval_accuracy"
-            of_role = self.validator.of(role)
-            evaluations.append(AnswerEvaluation(validator=of_role, accuracy_name=accuracy))
+            evaluations.append(
+                AnswerEvaluation(validator=self.validator.of(role), accuracy_name=accuracy)
+            )
         return self._checked(name, plan, training, loader, evaluations)
 
     def reward_model(
@@ -393,12 +394,12 @@ def run_identity(plan: Plan, tokenizer: Tokenizer) -> Identity:
 
 
 def _sizes(role: Role) -> str:
-    found = [f"{axis}={size}" for axis, size in role.mesh.shape.items() if size > 1]
-    return " ".join(found) or "one device"
+    sizes = [f"{axis}={size}" for axis, size in role.mesh.shape.items() if size > 1]
+    return " ".join(sizes) or "one device"
 
 
 def _how(role: Role) -> dict[str, str]:
-    """How a role is computed: the same function, up to rounding."""
+    """Settings of a role that change its results by rounding only."""
     forward = role.forward
     return {
         "attention": forward.attention,

@@ -86,11 +86,11 @@ class Training:
         return numbers
 
     def validation_is_due(self) -> bool:
-        """Whether this step is followed by a validation; the last one always is."""
+        """True when a validation follows this step; it follows the last one always."""
         return self._is_due(self.validate_every)
 
     def save_is_due(self) -> bool:
-        """Whether this step is followed by a checkpoint; the last one always is."""
+        """True when a checkpoint follows this step; it follows the last one always."""
         if self.save_with is None:
             return False
         return self._is_due(self.save_every) or self.stopped or self._save_asked

@@ -125,5 +125,3 @@ def test_the_settings_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
     _, config = config_of(tmp_path)
     changed = apply_override(config, "alarms.kl.threshold", "2")
     assert differing_keys(as_dict(config), as_dict(changed)) == []
-    without = {key: value for key, value in as_dict(config).items() if key != "alarms"}
-    assert differing_keys(without, as_dict(config)) == []  # a folder of an older version

@@ -27,8 +27,6 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.supervision import run_folder
 from jaxrl_llm.supervision.run_folder import (
-    FILES,
-    FOLDERS,
     LOCK,
     differing_keys,
     open_run_folder,
@@ -215,19 +213,6 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path):
         assert str(path) in message and "--config.run_dir" in message and "\n" not in message
     message = refusal(config_in(tmp_path / "[1e-6]" / "run"))
     assert "has one of * ? [ in its path" in message and not (tmp_path / "[1e-6]").exists()
-
-
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
-def test_a_name_taken_by_another_kind_is_refused_and_kept(tmp_path, name):
-    taken = tmp_path / "run" / name
-    taken.mkdir(parents=True)
-    if name in FOLDERS:
-        taken.rmdir()
-        taken.write_text("notes")
-    message = refusal(config_in(tmp_path / "run"))
-    assert f"{taken} is a " in message and f"--config.run_dir={tmp_path / 'run'}-2" in message
-    assert [path.name for path in taken.parent.iterdir()] == [name]
-    assert name in FILES or taken.read_text() == "notes"
 
 
 def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from jaxrl_llm.checkpoint.huggingface import (
     export,
     load_model_config,
 )
+from jaxrl_llm.checkpoint.stored_models import StoredModel, stored_model
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.evaluation.evaluate import Validation, open_validator
@@ -27,15 +28,7 @@ from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
-from jaxrl_llm.plan.weights import (
-    adapted_role,
-    adapters_in,
-    base_digests,
-    base_of,
-    base_recorded,
-    load_params,
-    restored,
-)
+from jaxrl_llm.plan.weights import adapted_role, base_digests, load_params, restored
 from jaxrl_llm.references import exists
 from jaxrl_llm.tokenizer import check_vocabulary, load_tokenizer, set_chat_variables
 
@@ -91,38 +84,35 @@ def export_checkpoint(
     if role not in roles:
         known = f"it has {', '.join(roles)}, so --role={next(iter(roles))} works"
         raise ConfigError(f"{checkpoint} has no role {role!r}; {known}")
-    abstract, lora = roles[role], adapters_in(checkpoint, role)
-    if adapter and lora is None:
+    abstract, saved = roles[role], stored_model(checkpoint, role)
+    if adapter and saved.base is None:
         raise ConfigError(
             f"--adapter: all weights of {role!r} learned in {checkpoint}, so it has no adapter; "
             "leave the flag out"
         )
     kind: Kind = "scalar" if "score" in abstract else "causal_lm"
     stored = str(jax.tree.leaves(abstract)[0].dtype)
-    if lora is not None:
-        stored = dtype if dtype == "float32" else _base_dtype(checkpoint, role)
+    if saved.base is not None:
+        stored = dtype if dtype == "float32" else _base_dtype(saved)
     config = _model_config(checkpoint, role, facts.config)
     files = checkpoint.parent / layout.HUGGINGFACE
     identity.check_model(checkpoint, config, files / "config.json", role)
     identity.check_tokenizer(checkpoint, load_tokenizer(files).digest(), files)
     spec = model_spec(config, kind, stored)
     dense = make_role(role, spec, ModelSettings(), make_mesh(devices=jax.local_devices()[:1]))
-    kept = dense if lora is None else adapted_role(dense, checkpoint, role)
+    kept = dense if saved.base is None else adapted_role(saved, dense)
     _check_shapes(kept.spec.learned, abstract, role)
-    if adapter:
-        own = manager.restore_role(checkpoint, role, abstract)
+    if adapter and saved.base is not None:
+        own = saved.restore(abstract)
         return peft.export_adapter(
             output,
             kept.spec,
             own,
-            base=_base_path(checkpoint, role, facts),
-            base_digests=base_digests(dense, checkpoint, role),
+            base=_base_path(saved.base, facts),
+            base_digests=base_digests(saved.base, dense),
             dtype=dtype,
         )
-    if lora is not None:
-        params = restored(dense, checkpoint, role, dense.spec.params)
-    else:
-        params = manager.restore_role(checkpoint, role, abstract)
+    params = restored(saved, dense, abstract if saved.base is None else dense.spec.params)
     return export(
         output,
         spec,
@@ -136,10 +126,8 @@ def export_checkpoint(
 
 def base_note(checkpoint: Path, role: str, *, adapter: bool) -> str:
     """A note on an export whose base is in float8; empty for other exports."""
-    if adapters_in(checkpoint, role) is None:
-        return ""
-    _, model = base_of(checkpoint, role)
-    if model["param_dtype"] != FLOAT8_BASE:
+    base = stored_model(checkpoint, role).base
+    if base is None or base.model["param_dtype"] != FLOAT8_BASE:
         return ""
     if adapter:
         return (
@@ -191,13 +179,11 @@ def _refuse_others(output: Path, config: Config | None, adapter: bool) -> None:
         )
 
 
-def _base_path(checkpoint: Path, role: str, facts: RunFacts) -> str:
+def _base_path(base: StoredModel, facts: RunFacts) -> str:
     """The base of an adapter as the config names it; empty where no files hold it alone."""
-    name, _ = base_of(checkpoint, role)
-    record = base_recorded(checkpoint, name)
-    if facts.config is None or record is None or not record["path"]:
+    if facts.config is None or base.source is None or not base.source["path"]:
         return ""
-    return (facts.config.critic if name == CRITIC_BASE else facts.config.actor).path
+    return (facts.config.critic if base.role == CRITIC_BASE else facts.config.actor).path
 
 
 def run_facts(checkpoint: Path) -> RunFacts:
@@ -233,9 +219,9 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
     return load_model_config(checkpoint.parent / layout.HUGGINGFACE)
 
 
-def _base_dtype(checkpoint: Path, role: str) -> str:
+def _base_dtype(adapters: StoredModel) -> str:
     """The dtype of the base below the adapters of a role."""
-    model = identity.read_identity(checkpoint)[identity.MODELS][role]
+    model = adapters.model
     # Frozen projections in float8 are exact in the dtype of computation, which the rest has.
     return model["dtype" if model["param_dtype"] == FLOAT8_BASE else "param_dtype"]
 

@@ -58,13 +58,19 @@ def find_model(
         if tokenizer is not None:
             hf.setdefault("vocab_size", tokenizer.vocab_size)
         return ModelSource(config=config_from_hf(hf).for_context(context))
-    found = layout.find_model_path(settings.path)
-    directory = model_directory(found.files)
-    config = load_model_config(directory)
-    if found.checkpoint is not None:
-        identity.check_model(found.checkpoint, config, directory / "config.json")
-    config = config.for_context(context)
-    return ModelSource(config=config, directory=directory, checkpoint=found.checkpoint)
+    source = source_at(settings.path)
+    if source.checkpoint is not None:
+        assert source.directory is not None
+        identity.check_model(source.checkpoint, source.config, source.directory / "config.json")
+    return replace(source, config=source.config.for_context(context))
+
+
+def source_at(path: str, config: ModelConfig | None = None) -> ModelSource:
+    """The model at `path`. None takes the config of its files."""
+    model = layout.find_model_path(path)
+    directory = model_directory(model.files)
+    config = config or load_model_config(directory)
+    return ModelSource(config=config, directory=directory, checkpoint=model.checkpoint)
 
 
 def warn_of_positions(source: ModelSource, context: int) -> None:
@@ -121,11 +127,11 @@ def find_tokenizer(name: str, settings: ModelSettings) -> Tokenizer:
             "data.tokenizer is empty and actor.path gives no directory to take it from; set "
             "data.tokenizer to 'char' or to a Hugging Face directory"
         )
-    found = layout.find_model_path(settings.path)
-    directory = model_directory(found.files)
+    model = layout.find_model_path(settings.path)
+    directory = model_directory(model.files)
     tokenizer = load_tokenizer(directory)
-    if found.checkpoint is not None:
-        identity.check_tokenizer(found.checkpoint, tokenizer.digest(), directory)
+    if model.checkpoint is not None:
+        identity.check_tokenizer(model.checkpoint, tokenizer.digest(), directory)
     return tokenizer
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxrl_llm.checkpoint.stored_models import BASE, CRITIC_BASE
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.layout import (
     Layout,
@@ -58,7 +59,6 @@ from jaxrl_llm.plan.models import (
 )
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 
-BASE, CRITIC_BASE = "base", "critic_base"  # roles: the frozen weights below adapters
 TEACHER = "teacher"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
 STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time

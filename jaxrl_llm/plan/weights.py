@@ -1,4 +1,4 @@
-"""The first parameters of a role: of a directory, a checkpoint, or a seed.
+"""The first parameters of a role: from a directory, a checkpoint, or a seed.
 
 A checkpoint of adapters names their base, the frozen weights below them. It is read again, and
 compared by the digests of its arrays.
@@ -8,13 +8,12 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.checkpoint import digests, identity, layout, manager
-from jaxrl_llm.checkpoint.huggingface import check_weights, import_params, model_directory
+from jaxrl_llm.checkpoint import digests
+from jaxrl_llm.checkpoint.huggingface import check_weights, import_params
 from jaxrl_llm.checkpoint.peft import (
     BASE_BITS,
     BASE_FORM,
@@ -24,28 +23,18 @@ from jaxrl_llm.checkpoint.peft import (
     mark_of,
 )
 from jaxrl_llm.checkpoint.soundness import check_loaded
+from jaxrl_llm.checkpoint.stored_models import Record, StoredModel, model_to_begin_from
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.learner.train_state import Params, cast
-from jaxrl_llm.models.base import (
-    ModelSpec,
-    dense_spec,
-    frozen_spec,
-    init_sharded,
-    merge_adapters,
-)
+from jaxrl_llm.models.base import ModelSpec, dense_spec, init_sharded, merge_adapters
 from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
-from jaxrl_llm.models.lora import Lora
-from jaxrl_llm.plan.models import ModelSource
-from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
+from jaxrl_llm.plan.models import ModelSource, source_at
+from jaxrl_llm.plan.roles import BASE, Role
 
 _log = logging.getLogger(__name__)
-
-BASES = "bases"  # entry of the loop state: a record of each base that is read again
-
-Record = dict[str, Any]  # in JSON's types
 
 
 def load_params(role: Role, source: ModelSource, seed: int) -> Params:
@@ -55,11 +44,12 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
     """
     if source.directory is None:
         return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
-    if source.checkpoint is not None:
-        params = _from_checkpoint(_with_spec(role, dense_spec(role.spec)), source.checkpoint)
-        params = _frozen(role.spec.params, params, role.param_shardings)
-    else:
+    if source.checkpoint is None:
         params = import_params(source.directory, role.spec, role.param_shardings)
+    else:
+        stored = model_to_begin_from(source.checkpoint, role.spec.kind)
+        params = _begun_from(stored, _with_spec(role, dense_spec(role.spec)))
+        params = _frozen(role.spec.params, params, role.param_shardings)
     check_loaded(params, source.checkpoint or source.directory)
     return params
 
@@ -94,13 +84,13 @@ def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: in
     """The adapters that a training begins with: new ones, or those of a PEFT folder."""
     if not settings.lora.path:
         return role.first_adapters(base, seed)
-    _check_base(role, base, settings)
-    found = import_adapter(settings.lora.path, role.spec, role.own_shardings)
-    check_loaded(found, settings.lora.path)
-    return found
+    _check_adapted_base(role, base, settings)
+    adapters = import_adapter(settings.lora.path, role.spec, role.own_shardings)
+    check_loaded(adapters, settings.lora.path)
+    return adapters
 
 
-def _check_base(role: Role, base: Params, settings: AdaptedSettings) -> None:
+def _check_adapted_base(role: Role, base: Params, settings: AdaptedSettings) -> None:
     """ConfigError where the adapters were trained on other frozen weights of these shapes.
 
     Without digests of these, a log line where the base has another name.
@@ -128,45 +118,36 @@ def _check_base(role: Role, base: Params, settings: AdaptedSettings) -> None:
         )
 
 
-def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
-    """A language model takes the checkpoint's actor. A scalar model takes its reward model, or else
-    the actor's decoder with a head of zeros."""
+def _begun_from(stored: StoredModel, role: Role) -> Params:
+    """A model of a checkpoint. A scalar model may begin with an actor and a head of zeros."""
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         role.spec.params,
         role.param_shardings,
     )
-    stored = manager.stored_roles(checkpoint)
-    wanted = "reward" if role.spec.kind == "scalar" and "reward" in stored else "actor"
-    if wanted not in stored:
-        raise ValueError(
-            f"{checkpoint} holds {', '.join(stored)} and no language model to begin from; name "
-            "the checkpoint of another run"
-        )
-    if not (role.spec.kind == "scalar" and wanted == "actor"):
-        return restored(role, checkpoint, wanted, abstract)
+    if not (role.spec.kind == "scalar" and stored.role == "actor"):
+        return restored(stored, role, abstract)
     make = jax.jit(
         partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
         out_shardings=role.param_shardings["score"],
     )
     zeros = call(make, (), role.mesh)
-    found = restored(role, checkpoint, wanted, {"decoder": abstract["decoder"]})
-    return found | {"score": zeros}
+    return restored(stored, role, {"decoder": abstract["decoder"]}) | {"score": zeros}
 
 
 # ------------------------------------------------------------------------- adapters
 
 
-def restored(role: Role, checkpoint: Path, stored: str, abstract: Params) -> Params:
-    """The weights of the stored role that `abstract` names, as `role` keeps them.
+def restored(stored: StoredModel, role: Role, abstract: Params) -> Params:
+    """The stored weights that `abstract` names, as `role` keeps them.
 
     Adapters are merged with their base, which is read again.
     """
-    if adapters_in(checkpoint, stored) is None:
-        return manager.restore_role(checkpoint, stored, abstract)
-    adapted = adapted_role(role, checkpoint, stored)
-    own = manager.restore_role(checkpoint, stored, adapted.abstract())
-    base = _stored_base(role, checkpoint, stored)
+    if stored.base is None:
+        return stored.restore(abstract)
+    adapted = adapted_role(stored, role)
+    base = _read_stored_base(stored.base, role)
+    own = stored.restore(adapted.abstract())
 
     def merge(own: Params, base: Params) -> Params:
         dtype = role.spec.dtype
@@ -177,51 +158,25 @@ def restored(role: Role, checkpoint: Path, stored: str, abstract: Params) -> Par
     return call(jax.jit(merge, out_shardings=places), (own, base), role.mesh)
 
 
-def adapters_in(checkpoint: Path, stored: str) -> Lora | None:
-    """The adapters of a role in a checkpoint; None where all of its weights learned."""
-    model = identity.read_identity(checkpoint)[identity.MODELS].get(stored)
-    return None if model is None else identity.lora_of(model)
+def adapted_role(stored: StoredModel, role: Role) -> Role:
+    """A role that keeps stored adapters, where `role` is."""
+    return replace(_with_spec(role, stored.spec(role.spec.config)), optimizer=None, base=BASE)
 
 
-def adapted_role(role: Role, checkpoint: Path, stored: str) -> Role:
-    """A role that keeps the adapters of a checkpoint's role, where `role` is."""
-    model = identity.read_identity(checkpoint)[identity.MODELS][stored]
-    lora = identity.lora_of(model)
-    stored, dtype = model["param_dtype"], model["dtype"]
-    spec = frozen_spec(role.spec.config, model["kind"], stored, dtype, lora)
-    return replace(_with_spec(role, spec), optimizer=None, base=BASE)
+def _read_stored_base(base: StoredModel, role: Role) -> Params:
+    """The frozen weights below stored adapters, where `role` is."""
+    kept = _with_spec(role, base.spec(role.spec.config))
+    kept = replace(kept, name=base.role, optimizer=None, base="")
+    if base.source is None:
+        return base.restore(kept.abstract())
+    return read_base(kept, base.source)
 
 
-def _stored_base(role: Role, checkpoint: Path, stored: str) -> Params:
-    """The frozen weights below the adapters of a checkpoint's role."""
-    name, model = base_of(checkpoint, stored)
-    spec = frozen_spec(role.spec.config, model["kind"], model["param_dtype"], model["dtype"])
-    kept = replace(_with_spec(role, spec), name=name, optimizer=None, base="")
-    record = base_recorded(checkpoint, name)
-    if record is None:
-        return manager.restore_role(checkpoint, name, kept.abstract())
-    return read_base(kept, record)
-
-
-def base_of(checkpoint: Path, stored: str) -> tuple[str, Record]:
-    """The name of the base below the adapters of a checkpoint's role, and its identity."""
-    models = identity.read_identity(checkpoint)[identity.MODELS]
-    name = CRITIC_BASE if stored == "critic" and CRITIC_BASE in models else BASE
-    return name, models[name]
-
-
-def base_recorded(checkpoint: Path, name: str) -> Record | None:
-    """Where a base came from; None where the checkpoint's folder keeps it, after a warm-up."""
-    return manager.loop_state(checkpoint).get(BASES, {}).get(name)
-
-
-def base_digests(role: Role, checkpoint: Path, stored: str) -> dict[str, str]:
-    """The digest of each array below the adapters of a checkpoint's role, where `role` is."""
-    name, _ = base_of(checkpoint, stored)
-    record = base_recorded(checkpoint, name)
-    if record is not None:
-        return record["arrays"]
-    return digests.array_digests({name: _stored_base(role, checkpoint, stored)})[name]
+def base_digests(base: StoredModel, role: Role) -> dict[str, str]:
+    """The digest of each array below stored adapters, where `role` is."""
+    if base.source is not None:
+        return base.source["arrays"]
+    return digests.array_digests({base.role: _read_stored_base(base, role)})[base.role]
 
 
 def base_record(role: Role, source: ModelSource, seed: int, params: Params) -> Record:
@@ -237,15 +192,12 @@ def read_base(role: Role, record: Record, source: ModelSource | None = None) -> 
     Raises: ConfigError when they are not what they were; it names both places and a parameter.
     """
     if source is None:
-        source = ModelSource(config=role.spec.config)
-        if record["path"]:
-            found = layout.find_model_path(record["path"])
-            directory = model_directory(found.files)
-            source = replace(source, directory=directory, checkpoint=found.checkpoint)
+        path, config = record["path"], role.spec.config
+        source = source_at(path, config) if path else ModelSource(config=config)
     params = load_params(role, source, record["seed"])
     now = base_record(role, source, record["seed"], params)
-    was, found = record["arrays"], now["arrays"]
-    wrong = [path for path in {**was, **found} if was.get(path) != found.get(path)]
+    was, here = record["arrays"], now["arrays"]
+    wrong = [path for path in {**was, **here} if was.get(path) != here.get(path)]
     if wrong:
         raise ConfigError(
             f"the frozen weights {role.name!r} are not those that the adapters were trained on: "

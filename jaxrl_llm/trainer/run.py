@@ -20,12 +20,12 @@ from jaxrl_llm.checkpoint.identity import (
     code_record,
 )
 from jaxrl_llm.checkpoint.manager import CheckpointManager
+from jaxrl_llm.checkpoint.stored_models import BASES
 from jaxrl_llm.config import Config, ConfigError, run_folder
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.plan import AHEAD, Plan
-from jaxrl_llm.plan.weights import BASES
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms

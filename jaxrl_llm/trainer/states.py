@@ -21,6 +21,7 @@ from jaxrl_llm.checkpoint.identity import (
     package_versions,
 )
 from jaxrl_llm.checkpoint.layout import OPTIMIZER
+from jaxrl_llm.checkpoint.stored_models import Record
 from jaxrl_llm.config import SFT, Config, ConfigError, PairwiseRewardModel, SupervisedConfig
 from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.run_data import preference_data, sft_batches
@@ -37,7 +38,7 @@ from jaxrl_llm.plan.offline import plan_supervised
 from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN, ReferenceTables
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
-from jaxrl_llm.plan.weights import Record, base_record, first_adapters, load_params, read_base
+from jaxrl_llm.plan.weights import base_record, first_adapters, load_params, read_base
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches, records_held

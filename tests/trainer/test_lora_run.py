@@ -355,10 +355,13 @@ def test_an_adapter_with_a_number_that_is_none_is_refused(tmp_path, base, traine
         ({"placement": '{"rollout": "1"}'}, "does not work with config.placement"),
         ({"actor.lora.merge": "false", "actor.lora.dora": "true"}, "lora.dora=true"),
         ({"actor.lora.targets": "[]"}, "lora.targets: it is empty"),
-        ({"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"}, "=bfloat16 .*: it is of frozen"),
+        (
+            {"actor.lora.rank": "0", "actor.base_dtype": "bfloat16"},
+            "=bfloat16 .*: no weights are frozen",
+        ),
         (
             {"actor.lora.rank": "0", "actor.base_dtype": "float8"},
-            "base_dtype=float8 does .*: it is of frozen",
+            "base_dtype=float8 does .*: no weights are frozen",
         ),
         ({"actor.lora.path": "nowhere"}, "expected a folder with adapter_config.json"),
         (

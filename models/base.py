@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.transfer import holds, results_elsewhere
 from jaxrl_llm.kernels.float8 import to_float8
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.families import check_family, hf_names
+from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.frozen import (
     KERNEL,
     OF_EXPERTS,
@@ -126,8 +126,7 @@ def model_spec(
 ) -> ModelSpec:
     """Describe a model of `config` without allocating it. Equal models share one spec.
 
-    Raises: ValueError when the family has no such model (see each family's `check`), or a module of
-        `lora` cannot have an adapter.
+    Raises: ValueError when a module of `lora` cannot have an adapter.
     """
     return _model_spec(config, kind, jnp.dtype(dtype).name, form, lora)
 
@@ -137,7 +136,6 @@ def model_spec(
 def _model_spec(
     config: ModelConfig, kind: Kind, name: str, form: Form, lora: Lora | None
 ) -> ModelSpec:
-    check_family(config)
     modules: dict[Kind, Callable[..., nnx.Module]] = {"causal_lm": CausalLM, "scalar": ScalarModel}
     if kind not in modules:
         raise ValueError(f"model kind {kind!r} is unknown: use one of {', '.join(modules)}")

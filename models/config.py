@@ -136,7 +136,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02  # standard deviation of fresh weights
 
-    # Features of few families. `hf.check_features` refuses them elsewhere.
+    # Features of few families.
     norms: Literal["before", "after", "both"] = "before"  # which side of attention and MLP
     unit_offset: bool = False  # norms multiply by 1 + their weights
     qk_norm_whole: bool = False  # with `qk_norm`: one norm over all heads

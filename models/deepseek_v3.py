@@ -12,7 +12,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import BALANCE, Kind, Latent, Mixture, ModelConfig
 from jaxrl_llm.models.hf import HFTensor, Names, Path, value_of
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "DeepseekV3ForCausalLM",
@@ -148,31 +148,7 @@ def predicts_further(config: ModelConfig, name: str) -> bool:
     return found is not None and int(found[1]) >= config.num_layers
 
 
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when the family has no such model."""
-    common.check_features(
-        config,
-        attention_bias=False,
-        qk_norm=False,
-        sliding_window=(None,) * config.num_layers,
-        interleaved_rope=common.ANY,
-        latent=common.ANY,
-        mixture=common.ANY,
-    )
-    _, mixture = _parts(config)
-    if mixture.shared_gate:
-        raise ValueError(f"{config.family} has no gate of shared experts: give shared_gate=False")
-    if mixture.scores != "sigmoid":
-        raise ValueError(f"{config.family} has a sigmoid router: give scores='sigmoid'")
-    if mixture.shared_size < 1 or mixture.shared_size % mixture.expert_size:
-        raise ValueError(
-            f"{config.family} has shared experts of expert_size {mixture.expert_size}: shared_size "
-            f"{mixture.shared_size} is not one or more of them"
-        )
-
-
 def _parts(config: ModelConfig) -> tuple[Latent, Mixture]:
-    """Raises: ValueError for a model without one of them."""
-    if config.latent is None or config.mixture is None:
-        raise ValueError(f"{config.family} has latent attention and experts: give both")
+    """The latent attention and the experts, which every such model has."""
+    assert config.latent is not None and config.mixture is not None
     return config.latent, config.mixture

@@ -8,7 +8,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "features", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "features", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "GemmaForCausalLM",
@@ -46,14 +46,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, "hidden_act": "gelu_pytorch_tanh", "attention_bias": False}
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Gemma has no such model."""
-    common.check_features(
-        config,
-        attention_bias=False,
-        qk_norm=False,
-        sliding_window=(None,) * config.num_layers,
-        **features(config.hidden_size),
-    )

@@ -13,7 +13,7 @@ from jaxrl_llm.models.gemma import features
 from jaxrl_llm.models.gemma3 import hf_names
 from jaxrl_llm.models.hf import FULL, LOCAL
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Gemma2ForCausalLM",
@@ -55,13 +55,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
         **common.layer_types_to_hf(config),
         **gemma3.PLAIN,
     }
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Gemma 2 has no such model."""
-    own: dict[str, Any] = dict.fromkeys((field for field, *_ in CAPS), common.ANY)
-    own |= {"attention_bias": False, "norms": "both", "qk_norm": False}
-    own |= {"attention_multiplier": gemma3.scalar_of(config) ** -0.5}
-    common.check_features(config, **own, **features(config.hidden_size))
-    common.check_head_size(config)
-    common.single_window(config)

@@ -8,7 +8,7 @@ from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.gemma import features
 from jaxrl_llm.models.hf import Names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Gemma3ForCausalLM",
@@ -58,16 +58,6 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
 def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     return common.hf_names(config, kind, norms=NORMS)
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Gemma 3 has no such model."""
-    own = {"attention_bias": False, "norms": "both", "qk_norm": True}
-    own |= {"attention_multiplier": scalar_of(config) ** -0.5, "local_rope_theta": common.ANY}
-    common.check_features(config, **own, **features(config.hidden_size))
-    common.single_window(config)
-    if config.local_rope_theta is None:
-        raise ValueError(f"{NAME} has a rope base for its windows: give local_rope_theta")
 
 
 def scalar_of(config: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Glm4ForCausalLM",
@@ -52,15 +52,3 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     names = common.hf_names(config, kind, norms=NORMS)
     return common.fused(names, gate_up_proj=("gate", "up"))
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when GLM-4 has no such model."""
-    common.check_features(
-        config,
-        qk_norm=False,
-        norms="both",
-        interleaved_rope=True,
-        rotary_factor=common.ANY,
-        sliding_window=(None,) * config.num_layers,
-    )

@@ -6,9 +6,9 @@ from typing import Any
 from jaxrl_llm.models import deepseek_v3
 from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
-from jaxrl_llm.models.deepseek_v3 import check, hf_names
+from jaxrl_llm.models.deepseek_v3 import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 # transformers has no scalar model of this family.
 ARCHITECTURES: dict[Kind, str] = {"causal_lm": "Glm4MoeLiteForCausalLM"}

@@ -10,7 +10,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import SWIGLU_ALPHA, Kind, Mixture, ModelConfig
 from jaxrl_llm.models.hf import FULL, LOCAL, HFTensor, Names, Path
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "GptOssForCausalLM",
@@ -22,7 +22,6 @@ OWN = {
     "attention_out_bias": True,
     "attention_sinks": True,
     "expert_bias": True,
-    "qk_norm": False,
 }
 # Values of missing keys, as in transformers.
 DEFAULTS = {"num_local_experts": 128, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5}
@@ -62,7 +61,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
-    mixture = _mixture(config)
+    mixture = common.mixture_of(config)
     return {
         **common.common_to_hf(config, kind, ARCHITECTURES),
         "attention_bias": True,
@@ -76,7 +75,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
 
 def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
-    names, mixture = common.hf_names(config, kind), _mixture(config)
+    names, mixture = common.hf_names(config, kind), common.mixture_of(config)
     for i in range(config.num_layers):
         path, prefix = ("decoder", "layers", str(i), "mlp"), f"model.layers.{i}.mlp"
         names |= _expert_names(config.hidden_size, mixture, path, prefix)
@@ -99,20 +98,3 @@ def _expert_names(D: int, mixture: Mixture, path: Path, prefix: str) -> Names:
     for leaf, end, shape in (("kernel", "", (E, F, D)), ("bias", "_bias", (E, D))):
         names[*path, "down", leaf] = HFTensor(f"{experts}.down_proj{end}", shape, shape)
     return names
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when gpt-oss has no such model."""
-    mixture = _mixture(config)
-    common.single_window(config)
-    if not mixture.normalized or mixture.expert_size != config.intermediate_size:
-        raise ValueError(
-            f"{NAME} has normalized weights and experts of intermediate_size "
-            f"{config.intermediate_size}, not {mixture}: change it or take qwen3_moe"
-        )
-    if config.swiglu_limit is None:
-        raise ValueError(f"{NAME} clamps the inner values of its experts: give swiglu_limit")
-
-
-def _mixture(config: ModelConfig) -> Mixture:
-    return common.check_mixture(config, swiglu_limit=common.ANY, **OWN)

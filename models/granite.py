@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "GraniteForCausalLM",
@@ -36,13 +36,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     given = {name: getattr(config, name) for name in MULTIPLIERS}
     return {**hf, **given, "attention_bias": False, "mlp_bias": False}
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Granite has no such model."""
-    full = (None,) * config.num_layers
-    free = dict.fromkeys(MULTIPLIERS, common.ANY)
-    common.check_features(config, attention_bias=False, qk_norm=False, sliding_window=full, **free)
-    common.check_head_size(config)
-    if config.attention_multiplier is None:
-        raise ValueError("granite scales attention by a multiplier: give attention_multiplier")

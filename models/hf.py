@@ -4,9 +4,8 @@ The module of a family calls these functions and adds its own features. Nothing 
 imports transformers: the functions take and return dicts.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -472,7 +471,7 @@ def windows_from_hf(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None,
 
 
 def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Qwen's four window keys. Raises: ValueError when windows have several sizes."""
+    """Qwen's four window keys."""
     window = single_window(config)
     windowed = [i for i, size in enumerate(config.sliding_window) if size is not None]
     return {
@@ -538,11 +537,8 @@ def layer_types_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def single_window(config: ModelConfig) -> int | None:
-    """The size of all windows; None without windows. Raises: ValueError for several sizes."""
-    sizes = sorted({size for size in config.sliding_window if size is not None})
-    if len(sizes) > 1:
-        raise ValueError(f"{config.family} has one window size, not {sizes}: give one size")
-    return sizes[0] if sizes else None
+    """The size of all windows, which is one; None without windows."""
+    return next((size for size in config.sliding_window if size is not None), None)
 
 
 def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:
@@ -552,7 +548,6 @@ def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:
             raise ValueError(f"{family} with {key}={hf[key]!r} is not supported: only {value!r} is")
 
 
-ANY = object()  # a field of which a family has every value
 # The features of few families, with the values of the others.
 FEW = {
     name: ModelConfig.__dataclass_fields__[name].default
@@ -571,21 +566,6 @@ def few_features(config: ModelConfig) -> list[str]:
     return [name for name, usual in FEW.items() if getattr(config, name) != usual]
 
 
-def check_features(config: ModelConfig, **allowed: Any) -> None:
-    """Raises: ValueError that names a field which the config's family cannot have.
-
-    `allowed` has the family's own values; `FEW` fields that it leaves out have their defaults.
-    """
-    for name, value in {**FEW, **allowed}.items():
-        if value is ANY:
-            continue
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{config.family} has {name}={value}, not {getattr(config, name)}: "
-                "change it or take the family that has it"
-            )
-
-
 def mixture_from_hf(
     hf: Mapping[str, Any], family: str, *, experts: str, size: str, normalized: bool
 ) -> Mixture:
@@ -601,29 +581,10 @@ def mixture_from_hf(
     )
 
 
-def check_mixture(config: ModelConfig, **allowed: Any) -> Mixture:
-    """`check_features` of a family with experts, none of them shared. Returns the experts."""
-    mixture = config.mixture
-    if mixture is None:
-        raise ValueError(f"{config.family} has experts: give mixture, or take a dense family")
-    check_features(config, mixture=mixture, **allowed)
-    for field in fields(mixture):
-        if field.default is not MISSING and getattr(mixture, field.name) != field.default:
-            raise ValueError(
-                f"{config.family} has {field.name}={field.default!r} of its experts, not "
-                f"{getattr(mixture, field.name)!r}: change it or take deepseek_v3"
-            )
-    return mixture
-
-
-def check_head_size(config: ModelConfig) -> None:
-    """Raises: ValueError when the hidden size is not a multiple of the number of heads."""
-    if config.hidden_size % config.num_heads:
-        nearest = config.num_heads * math.ceil(config.hidden_size / config.num_heads)
-        raise ValueError(
-            f"hidden_size {config.hidden_size} is not a multiple of num_heads {config.num_heads}, "
-            f"which transformers requires of {config.family}: take {nearest}"
-        )
+def mixture_of(config: ModelConfig) -> Mixture:
+    """The experts of a family that always has some."""
+    assert config.mixture is not None
+    return config.mixture
 
 
 def value_of(hf: Mapping[str, Any], key: str, default: Any) -> Any:

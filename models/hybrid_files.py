@@ -15,15 +15,6 @@ from jaxrl_llm.models.config import GatedDelta, Kind, Mixture, ModelConfig
 from jaxrl_llm.models.hf import HFTensor, Names, Path, value_of
 
 LINEAR, FULL = "linear_attention", "full_attention"  # transformers' layer types
-# What a hybrid family has in common with no other one.
-FEATURES: dict[str, Any] = {
-    "attention_bias": False,
-    "qk_norm": True,
-    "unit_offset": True,
-    "attention_gate": True,
-    "rotary_factor": common.ANY,
-    "delta": common.ANY,
-}
 SHARED_SIZE = "shared_expert_intermediate_size"
 # Projections of a layer by the tensor that holds them, "q" to "decay", in the order of its rows.
 Tensors = Mapping[str, tuple[str, ...]]
@@ -89,9 +80,8 @@ def to_hf(config: ModelConfig, kind: Kind, architectures: Mapping[Kind, str]) ->
 
 
 def delta_of(config: ModelConfig) -> GatedDelta:
-    """Raises: ValueError for a model without layers of a gated delta rule."""
-    if config.delta is None:
-        raise ValueError(f"{config.family} has layers of a gated delta rule: give delta")
+    """The gated delta rule, which every hybrid model has."""
+    assert config.delta is not None
     return config.delta
 
 
@@ -110,34 +100,13 @@ def mixture_from_hf(hf: Mapping[str, Any], **defaults: Any) -> Mixture:
 
 def mixture_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The keys of config.json of the experts."""
-    mixture = mixture_of(config)
+    mixture = common.mixture_of(config)
     return {
         "num_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.experts_per_token,
         "moe_intermediate_size": mixture.expert_size,
         SHARED_SIZE: mixture.shared_size,
     }
-
-
-def mixture_of(config: ModelConfig) -> Mixture:
-    """Raises: ValueError for a model without experts, or with others than a hybrid family has."""
-    mixture = config.mixture
-    if mixture is None:
-        raise ValueError(f"{config.family} has experts: give mixture, or take qwen3_5_text")
-    plain = Mixture(
-        num_experts=mixture.num_experts,
-        experts_per_token=mixture.experts_per_token,
-        expert_size=mixture.expert_size,
-        normalized=mixture.normalized,
-        shared_size=max(mixture.shared_size, 1),
-        shared_gate=True,
-    )
-    if mixture != plain:
-        raise ValueError(
-            f"{config.family} has a softmax router without groups, experts in every layer, and a "
-            f"shared one with a gate, not {mixture}: change it"
-        )
-    return mixture
 
 
 def hf_names(config: ModelConfig, kind: Kind, tensors: Tensors = APART) -> Names:

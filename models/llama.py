@@ -10,7 +10,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "LlamaForCausalLM",
@@ -28,10 +28,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, "attention_bias": False, "mlp_bias": False}
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Llama has no such model."""
-    full = (None,) * config.num_layers
-    common.check_features(config, attention_bias=False, qk_norm=False, sliding_window=full)
-    common.check_head_size(config)

@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "MistralForCausalLM",
@@ -29,9 +29,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, "sliding_window": common.single_window(config)}
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Mistral has no such model."""
-    every = (config.sliding_window[0],) * config.num_layers
-    common.check_features(config, attention_bias=False, qk_norm=False, sliding_window=every)

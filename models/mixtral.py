@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "MixtralForCausalLM",
@@ -32,7 +32,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
-    mixture = common.check_mixture(config, attention_bias=False, qk_norm=False)
+    mixture = common.mixture_of(config)
     return {
         **common.common_to_hf(config, kind, ARCHITECTURES),
         "sliding_window": common.single_window(config),
@@ -40,16 +40,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
         "num_experts_per_tok": mixture.experts_per_token,
         "router_jitter_noise": 0.0,
     }
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Mixtral has no such model."""
-    every = (config.sliding_window[0],) * config.num_layers
-    mixture = common.check_mixture(
-        config, attention_bias=False, qk_norm=False, sliding_window=every
-    )
-    if not mixture.normalized or mixture.expert_size != config.intermediate_size:
-        raise ValueError(
-            "mixtral has normalized weights and experts of intermediate_size "
-            f"{config.intermediate_size}, not {mixture}: change it or take qwen3_moe"
-        )

@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Olmo2ForCausalLM",
@@ -37,15 +37,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
 def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     return common.hf_names(config, kind, norms=NORMS)
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when OLMo 2 has no such model."""
-    common.check_features(
-        config,
-        attention_bias=False,
-        qk_norm=True,
-        qk_norm_whole=True,
-        norms="after",
-        sliding_window=(None,) * config.num_layers,
-    )

@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 # transformers has no scalar model of this family.
 ARCHITECTURES: dict[Kind, str] = {"causal_lm": "OlmoeForCausalLM"}
@@ -32,7 +32,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
-    mixture = common.check_mixture(config, attention_bias=False, qk_norm=True, qk_norm_whole=True)
+    mixture = common.mixture_of(config)
     return {
         **common.common_to_hf(config, kind, ARCHITECTURES),
         "attention_bias": False,
@@ -41,22 +41,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
         "num_experts_per_tok": mixture.experts_per_token,
         "norm_topk_prob": mixture.normalized,
     }
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when OLMoE has no such model."""
-    full = (None,) * config.num_layers
-    mixture = common.check_mixture(
-        config, attention_bias=False, qk_norm=True, qk_norm_whole=True, sliding_window=full
-    )
-    common.check_head_size(config)
-    if config.head_dim * config.num_heads != config.hidden_size:
-        raise ValueError(
-            f"olmoe has head_dim {config.hidden_size // config.num_heads} (hidden_size / "
-            f"num_heads), not {config.head_dim}: change it or take the family that has it"
-        )
-    if mixture.expert_size != config.intermediate_size:
-        raise ValueError(
-            f"olmoe has experts of intermediate_size {config.intermediate_size}, not "
-            f"{mixture.expert_size}: change it or take qwen3_moe"
-        )

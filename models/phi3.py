@@ -8,7 +8,7 @@ from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
 from jaxrl_llm.models.rope import LongRope
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Phi3ForCausalLM",
@@ -56,18 +56,3 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     names = common.hf_names(config, kind)
     return common.fused(names, qkv_proj=("q", "k", "v"), gate_up_proj=("gate", "up"))
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Phi-3 has no such model."""
-    every = (config.sliding_window[0],) * config.num_layers
-    common.check_features(
-        config,
-        attention_bias=False,
-        qk_norm=False,
-        sliding_window=every,
-        rotary_factor=common.ANY,
-    )
-    scaling = config.rope_scaling
-    if scaling is not None and not isinstance(scaling, LongRope):
-        raise ValueError(f"phi3 has no {scaling.kind} rope: take longrope or none")

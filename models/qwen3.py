@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Qwen3ForCausalLM",
@@ -29,9 +29,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
     return {**hf, **common.windows_to_hf(config), "attention_bias": False}
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Qwen3 has no such model."""
-    common.check_features(config, attention_bias=False, qk_norm=True)
-    common.single_window(config)

@@ -6,12 +6,11 @@ Folders of the whole model, with its image encoder, are not read.
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm.models import hf as common
 from jaxrl_llm.models import hybrid_files
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hybrid_files import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Qwen3_5ForCausalLM",
@@ -28,10 +27,3 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
     return hybrid_files.to_hf(config, kind, ARCHITECTURES)
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Qwen3.5 has no such model."""
-    full = (None,) * config.num_layers
-    common.check_features(config, sliding_window=full, **hybrid_files.FEATURES)
-    hybrid_files.delta_of(config)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models import hf as common
-from jaxrl_llm.models import hybrid_files, qwen3_next
+from jaxrl_llm.models import hybrid_files
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hybrid_files import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 # transformers has no scalar model of this family.
 ARCHITECTURES: dict[Kind, str] = {"causal_lm": "Qwen3_5MoeForCausalLM"}
@@ -32,10 +32,3 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
     return hybrid_files.to_hf(config, kind, ARCHITECTURES) | hybrid_files.mixture_to_hf(config)
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Qwen3.5 has no such model."""
-    qwen3_next.check(config)
-    if not hybrid_files.mixture_of(config).normalized:
-        raise ValueError(f"{NAME} has weights of experts that add up to 1: give normalized=True")

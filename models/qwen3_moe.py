@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Qwen3MoeForCausalLM",
@@ -42,7 +42,7 @@ def _with_num_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
-    mixture = common.check_mixture(config, attention_bias=False, qk_norm=True)
+    mixture = common.mixture_of(config)
     window = common.single_window(config)
     return {
         **common.common_to_hf(config, kind, ARCHITECTURES),
@@ -56,9 +56,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
         "moe_intermediate_size": mixture.expert_size,
         "norm_topk_prob": mixture.normalized,
     }
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Qwen3-MoE has no such model."""
-    every = (config.sliding_window[0],) * config.num_layers
-    common.check_mixture(config, attention_bias=False, qk_norm=True, sliding_window=every)

@@ -12,7 +12,7 @@ from jaxrl_llm.models import hybrid_files
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "Qwen3NextForCausalLM",
@@ -37,7 +37,7 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
     return {
         **hybrid_files.to_hf(config, kind, ARCHITECTURES),
         **hybrid_files.mixture_to_hf(config),
-        "norm_topk_prob": hybrid_files.mixture_of(config).normalized,
+        "norm_topk_prob": common.mixture_of(config).normalized,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -46,12 +46,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
 def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path."""
     return hybrid_files.hf_names(config, kind, TENSORS)
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when Qwen3-Next has no such model."""
-    full = (None,) * config.num_layers
-    free = hybrid_files.FEATURES | {"mixture": common.ANY}
-    common.check_features(config, sliding_window=full, **free)
-    hybrid_files.delta_of(config)
-    hybrid_files.mixture_of(config)

@@ -7,7 +7,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import hf_names
 
-__all__ = ["ARCHITECTURES", "check", "config_from_hf", "hf_names", "to_hf_config"]
+__all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
 
 ARCHITECTURES: dict[Kind, str] = {
     "causal_lm": "SmolLM3ForCausalLM",
@@ -61,12 +61,3 @@ def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any
         "attention_bias": False,
         "mlp_bias": False,
     }
-
-
-def check(config: ModelConfig) -> None:
-    """Raises: ValueError when SmolLM3 has no such model."""
-    common.check_features(config, attention_bias=False, qk_norm=False, rope_layers=common.ANY)
-    common.check_head_size(config)
-    common.single_window(config)
-    if not config.rope_layers:
-        raise ValueError("smollm3 says of each layer whether it has rope: give rope_layers")

@@ -22,7 +22,6 @@ from jaxrl_llm.checkpoint.huggingface import (
 from jaxrl_llm.checkpoint.safetensors_files import DTYPES, FORMAT_NAMES, stored_tensors
 from jaxrl_llm.models.base import ModelSpec, Params, model_spec
 from jaxrl_llm.models.config import Mixture, ModelConfig
-from jaxrl_llm.models.families import check_family
 
 # The family with experts that has all other details of a dense one, and normalized weights.
 UPCYCLED: Mapping[str, str] = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
@@ -98,9 +97,9 @@ def upcycled_config(config: ModelConfig, mixture: Upcycling) -> ModelConfig:
         expert_size=config.intermediate_size,
         normalized=True,
     )
-    found = replace(config, family=UPCYCLED[config.family], mixture=experts)
-    check_family(found)
-    return found
+    if len(set(config.sliding_window)) > 1:
+        raise ValueError(f"sliding_window: a {UPCYCLED[config.family]} has one for all layers")
+    return replace(config, family=UPCYCLED[config.family], mixture=experts)
 
 
 def with_experts(params: Params, config: ModelConfig, mixture: Upcycling) -> Params:

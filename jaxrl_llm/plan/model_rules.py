@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig, ModelSettings
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.families import check_family
+from jaxrl_llm.models.families import check_kind
 from jaxrl_llm.typed_records.tree import as_text, default_at, every, value_at
 
 if TYPE_CHECKING:  # it imports jax
@@ -28,7 +28,7 @@ def check_roles(config: Config, roles: "Mapping[str, Role]") -> None:
     """Raises: ConfigError for settings that a role's model does not work with, or cannot use."""
     check_hybrids(config, {name: role.spec.config for name, role in roles.items()})
     for role in roles.values():
-        check_family(role.spec.config, role.spec.kind)
+        check_kind(role.spec.config, role.spec.kind)
         _check_attention(role)
     mixtures = [role for role in roles.values() if role.spec.config.mixture is not None]
     if config.mesh.expert > 1 and not mixtures:

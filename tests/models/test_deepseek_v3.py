@@ -101,7 +101,6 @@ def test_glm_has_defaults_and_a_list_of_its_own():
         ({"topk_group": 9}, "groups_per_token 9 of 8 groups"),
         ({"n_group": 3}, "do not make 3 groups"),
         ({"first_k_dense_replace": 61}, "at least one layer has experts"),
-        ({"n_shared_experts": 0}, "shared_size 0"),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, "softmax router"),
         ({"architectures": ["DeepseekV32ForCausalLM"]}, "sparse attention"),
     ],

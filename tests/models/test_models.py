@@ -133,7 +133,7 @@ def test_config_survives_the_way_to_hugging_face_and_back(path, kind):
     config = families.config_from_hf(json.loads(str(np.load(path)["config"])))
     if kind not in families.FAMILIES[config.family].ARCHITECTURES:
         with pytest.raises(ValueError, match="no scalar model"):
-            families.to_hf_config(config, kind)
+            families.check_kind(config, kind)
         return
     hf = json.loads(json.dumps(families.to_hf_config(config, kind)))
     assert families.config_from_hf(hf) == config
@@ -454,7 +454,6 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_key_value_heads": 2}, "not a multiple of num_kv_heads"),
-        ({"hidden_size": 13, "head_dim": 4}, "not a multiple of num_heads 3"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 2},
             "linear_attention",
@@ -464,24 +463,6 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
 def test_what_is_not_supported_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         families.config_from_hf({**LLAMA, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"family": "gpt"}, "'gpt' is unknown"),
-        ({"qk_norm": True}, "llama has qk_norm=False"),
-        ({"sliding_window": (4, 4)}, "llama has sliding_window"),
-        ({"family": "mistral", "sliding_window": (4, None)}, "mistral has sliding_window"),
-        ({"family": "qwen2"}, "qwen2 has attention_bias=True"),
-        ({"family": "qwen3", "qk_norm": True, "sliding_window": (4, 5)}, "one window size"),
-        ({"attention_sinks": True}, "llama has attention_sinks=False"),
-    ],
-)
-def test_a_config_that_its_family_cannot_hold_is_refused(change, message):
-    fields = {name: getattr(TINY, name) for name in TINY.__dataclass_fields__}
-    with pytest.raises(ValueError, match=message):
-        model_spec(ModelConfig(**{**fields, **change}))
 
 
 def test_a_null_flag_of_deepseek_is_off():

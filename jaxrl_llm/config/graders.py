@@ -34,7 +34,7 @@ Answer to grade:
 >>>
 
 Think briefly, then end with one line: Score: N, where N goes from 0 (wrong) to 10 (right)."""
-JUDGE_PATTERN = r"[Ss]core\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)"
+JUDGE_PATTERN = r"[Ss]core\**\s*[:=][\s*]*(-?\d+(?:\.\d+)?)"
 
 
 def _is_address(text: str) -> bool:

@@ -5,8 +5,10 @@ program's output is compared here, and asserts run in a second sandbox that call
 """
 
 import json
+import math
 import re
 import socket
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +20,21 @@ from jaxrl_llm.sandbox.values import comparable, decode, no_object
 
 RUNS_IN_POOL = True  # a call takes seconds
 OUTPUT_KB = 8192  # what a program may print, and a judge may write
+MODULE = "jaxrl_llm.sandbox."
+ROUNDING = 1e-6  # relative; floats of a right answer
 OVER = "not run: the time of the row was over"
 
-BLOCK = re.compile(r"```(?:python|py)[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+# A fence opens a block; the same marks, or more, alone on a line close it.
+OPENING = re.compile(r"^([ \t>]*)(`{3,}|~{3,})([^`\n]*)\n", re.MULTILINE)
+PYTHON = re.compile(r"(?:python|py)[ \t]*(?:[23](?:\.\d+)?)?(?![\w+#-])|\{\.python", re.IGNORECASE)
+# Strings and comments of Python, in which a line of marks closes nothing.
+STRINGS = (
+    r'"""(?:\\.|[^\\])*?(?:"""|\Z)|\'\'\'(?:\\.|[^\\])*?(?:\'\'\'|\Z)|'
+    r'"(?:\\.|[^"\\\n])*+"?|\'(?:\\.|[^\'\\\n])*+\'?|#[^\n]*'
+)
+STATEMENT = re.compile(
+    r"^\s*(?:def|class|import|from|for|while|if|print)\b|^[^\n=]*\w[ \t]*=[^=]", re.MULTILINE
+)
 FORMS = (
     'Give {"inputs": [...], "outputs": [...]}, with "fn_name" for calls of a function, '
     '{"assert_case": [...]}, a list of asserts, or LiveCodeBench\'s list of {"input", "output", '
@@ -65,7 +79,7 @@ def code(
     memory_mb: int = 1024,
     limits_only: bool = False,
 ) -> dict[str, Any]:
-    """1 if the last ```python block passes all tests of the row; "share": the part that it passes.
+    """1 if the code passes all tests of its row; "share": the part of the tests that it passes.
 
     Limits: `case_s` seconds for a test, `memory_mb`, and `total_s` seconds for all tests of a row;
     later tests count as failed. `limits_only` runs the code without namespaces: see SECURITY.md.
@@ -99,9 +113,53 @@ def prepare(*, limits_only: bool = False, scoring: str = "all", **_: Any) -> Non
 
 
 def extract_code(completion: str) -> str | None:
-    """The last ```python block. One that the length limit has cut counts."""
-    blocks = BLOCK.findall(completion)
-    return blocks[-1] if blocks else None
+    """The last block of Python: tagged so, else without a tag, else indented by four spaces.
+
+    A block that the length limit has cut counts.
+    """
+    blocks = list(_fenced_blocks(completion))
+    tagged = [source for tag, source in blocks if PYTHON.match(tag)]
+    untagged = [source for tag, source in blocks if not tag]
+    statements = [source for source in untagged if STATEMENT.search(source)]  # unlike an output
+    found = tagged or statements or untagged
+    if not blocks:
+        found = _indented_blocks(completion)
+    return found[-1] if found else None
+
+
+def _fenced_blocks(completion: str) -> Iterator[tuple[str, str]]:
+    """Tag and text of each fenced block."""
+    position = 0
+    while opening := OPENING.search(completion, position):
+        indent, marks, tag = opening.groups()
+        tag = tag.strip()
+        closing = rf"(?P<end>^[ \t>]*{marks[0]}{{{len(marks)},}}[ \t]*$)"
+        if not tag or PYTHON.match(tag):
+            closing += f"|{STRINGS}"
+        matches = re.compile(closing, re.MULTILINE | re.DOTALL).finditer(completion, opening.end())
+        end = next((match for match in matches if match["end"] is not None), None)
+        source = completion[opening.end() : end.start() if end else len(completion)]
+        lines = [line.removeprefix(indent) for line in source.splitlines(keepends=True)]
+        yield tag, "".join(lines)
+        if end is None:
+            return
+        position = end.end()
+
+
+def _indented_blocks(completion: str) -> list[str]:
+    """Markdown's blocks of lines with four spaces, behind an empty line, that have statements."""
+    blocks: list[list[str]] = [[]]
+    after_empty = True
+    for line in completion.splitlines(keepends=True):
+        if line.startswith(("    ", "\t")) and (blocks[-1] or after_empty):
+            blocks[-1].append(line)
+        elif blocks[-1] and line.strip():
+            blocks.append([])
+        elif blocks[-1]:
+            blocks[-1].append(line)
+        after_empty = not line.strip()
+    sources = [textwrap.dedent("".join(block)) for block in blocks]
+    return [source for source in sources if STATEMENT.search(source)]
 
 
 # ------------------------------------------------------------------------- tests of a row
@@ -198,7 +256,13 @@ def _run_programs(
             if left <= 0:
                 yield OVER
                 continue
-            outcome = sandbox.run_source(source, stdin=case.stdin, seconds=left)
+            sandbox.start(
+                ["-m", MODULE + "program"],
+                files={"main.py": source},
+                stdin=case.stdin,
+                seconds=left,
+            )
+            outcome = sandbox.outcome()
             if not outcome.succeeded:
                 yield outcome.describe()
             else:
@@ -215,7 +279,6 @@ def _judge(
         "items": [["call", c.name, c.arguments] if isinstance(c, Call) else
                   ["test", c.source] for c in cases if not isinstance(c, Program)],
     }  # fmt: skip
-    module = "jaxrl_llm.sandbox."
     ours, theirs = socket.socketpair()
     own = Limits(seconds=left, memory_mb=limits.memory_mb)
     judging = Limits(seconds=left, memory_mb=limits.memory_mb, output_kb=OUTPUT_KB)
@@ -223,8 +286,8 @@ def _judge(
         Sandbox(own, limits_only=limits_only, channel=ours) as candidate,
         Sandbox(judging, limits_only=limits_only, channel=theirs) as judge,
     ):
-        candidate.start(["-m", module + "candidate"])
-        judge.start(["-m", module + "judge"], stdin=json.dumps(request))
+        candidate.start(["-m", MODULE + "candidate"])
+        judge.start(["-m", MODULE + "judge"], stdin=json.dumps(request))
         ours.close()
         theirs.close()
         outcome = judge.outcome()
@@ -246,8 +309,9 @@ def _failure(case: Case, answer: list[Any]) -> str:
         value = comparable(decode(rest[0], no_object))
         expected = comparable(case.expected)
         # APPS wraps the result in a list.
-        wrapped = isinstance(expected, list) and len(expected) == 1 and value == expected[0]
-        return "" if value == expected or wrapped else "another result"
+        wrapped = isinstance(expected, list) and len(expected) == 1
+        same = same_result(value, expected) or wrapped and same_result(value, expected[0])
+        return "" if same else "another result"
     except (TypeError, ValueError, LookupError, RecursionError):
         return "a result that is no data"
 
@@ -265,7 +329,31 @@ def _lines(text: str) -> list[str]:
 
 
 def _same_numbers(ours: list[str], theirs: list[str]) -> bool:
+    if len(ours) != len(theirs):
+        return False
     try:
-        return [Decimal(x) for x in ours] == [Decimal(x) for x in theirs]
+        return all(_same_number(Decimal(a), Decimal(b)) for a, b in zip(ours, theirs, strict=True))
     except InvalidOperation:
         return False
+
+
+def _same_number(ours: Decimal, theirs: Decimal) -> bool:
+    """Integers compare exactly; the right answer of a fraction allows for rounding."""
+    if ours == theirs or theirs == theirs.to_integral_value():
+        return ours == theirs
+    return math.isclose(ours, theirs, rel_tol=ROUNDING, abs_tol=ROUNDING**2)
+
+
+def same_result(result: Any, expected: Any) -> bool:
+    """Compare plain data: floats up to rounding, all else exactly."""
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(same_result, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(
+            same_result(value, expected[key]) for key, value in result.items()
+        )
+    if isinstance(expected, float) and isinstance(result, int | float):
+        return result == expected or math.isclose(
+            result, expected, rel_tol=ROUNDING, abs_tol=ROUNDING**2
+        )
+    return result == expected

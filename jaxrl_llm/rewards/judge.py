@@ -22,6 +22,7 @@ from jaxrl_llm.rewards.http_client import LATE, RequestError, in_time, server_of
 RUNS_IN_POOL = True  # a call waits for a server
 TEMPLATE, PATTERN = JUDGE_TEMPLATE, JUDGE_PATTERN
 FIELDS = ("question", "response", "ground_truth")
+LONGEST = 10_000  # characters at the end of an answer that are read
 ERROR_COLUMN = "judge/error"  # `calling.grade` puts its texts into the failures
 
 
@@ -111,9 +112,12 @@ def filled(template: str, texts: Sequence[str]) -> str:
 
 
 def read_score(answer: str, pattern: str, scale: float) -> float:
-    """The last number that the pattern finds, from -scale to scale. Raises RequestError."""
+    """The last number that the pattern finds, from -scale to scale. Raises RequestError.
+
+    Only the end of a long answer is read, because a pattern may take time with its square.
+    """
     try:
-        score = float(re.findall(pattern, answer)[-1])
+        score = float(re.findall(pattern, answer[-LONGEST:])[-1])
     except (IndexError, ValueError):
         raise RequestError(f"no score in the judge's answer: {answer[-200:]!r}") from None
     if not abs(score) <= scale:

@@ -6,8 +6,10 @@ nor the expected values are in this process, and whoever calls judges plain data
 
 import json
 import socket
+import sys
 from typing import Any
 
+from jaxrl_llm.sandbox.library import RECURSION_LIMIT, library_names
 from jaxrl_llm.sandbox.values import decode, encode, to_line
 
 CHANNEL = 4
@@ -16,6 +18,7 @@ CHANNEL = 4
 def main() -> None:
     """Requests are [operation, name or handle, arguments, named arguments]; the first is code."""
     channel = socket.socket(fileno=CHANNEL)
+    sys.setrecursionlimit(RECURSION_LIMIT)
     objects: list[Any] = []
     namespace: dict[str, Any] = {"__name__": "solution"}
     for line in channel.makefile("rb"):
@@ -38,6 +41,7 @@ def _answer(request: list[Any], namespace: dict[str, Any], objects: list[Any]) -
         return objects[data[1]]
 
     if operation == "define":
+        namespace.update(library_names(target))
         exec(compile(target, "solution.py", "exec"), namespace)
         return ["ok", None, []]
     if operation == "get":

@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from jaxrl_llm.sandbox.library import find, missing_names
 from jaxrl_llm.sandbox.values import Foreign, decode, encode, no_object, to_line
 
 RESULT, CHANNEL = 3, 4
@@ -101,31 +102,52 @@ def _replace(own: Any, now: Any) -> None:
 
 
 class Names(dict[str, Any]):
-    """The globals of a test. Names that neither it nor Python defines are the candidate's.
+    """The globals of a test. Names that neither it nor the library defines are the candidate's.
 
-    So the code cannot replace `len`, `abs` or `math` in a test, unless the test calls a function
-    of that name: `bisect(...)` is the code's, `bisect.insort(...)` is Python's.
+    So the code cannot replace `len`, `math` or `isclose` in a test. In a test without a name of
+    the candidate, a call of a library name is the candidate's: `bisect(1)`, but not
+    `bisect.insort(x, 1)`.
     """
 
-    def __init__(self, candidate: Candidate, tree: ast.Module) -> None:
+    def __init__(self, candidate: Candidate, source: str, tree: ast.Module) -> None:
         super().__init__(__name__="__test__", __builtins__=builtins)
         self._candidate = candidate
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        self._called = {function.id for function in calls if isinstance(function, ast.Name)}
+        called = {function.id for function in calls if isinstance(function, ast.Name)}
+        missing = missing_names(source)
+        names_the_code = any(find(n) is None and n not in sys.stdlib_module_names for n in missing)
+        self._library = {name: value for name in missing if (value := find(name)) is not None
+                         and (names_the_code or name not in called)}  # fmt: skip
+        self._modules = sys.stdlib_module_names - called
+        self.of_code: set[str] = set()
+        self.not_in_code: set[str] = set()  # names of calls that the library stands in for
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
-        if name in sys.stdlib_module_names and name not in self._called:
+        if name in self._library:
+            return self._library[name]
+        if name in self._modules:
             return importlib.import_module(name)
-        return self._candidate.ask("get", name)[0]
+        try:
+            value = self._candidate.ask("get", name)[0]
+        except NameError:
+            if (value := find(name)) is None:
+                raise
+            self.not_in_code.add(name)
+        else:
+            self.of_code.add(name)
+        return value
 
 
 def run(test: str, candidate: Candidate) -> str:
     """Why a test failed, or nothing. Raises Lost."""
     try:
         tree = ast.parse(test)
-        exec(compile(tree, "test.py", "exec"), Names(candidate, tree))
+        names = Names(candidate, test, tree)
+        exec(compile(tree, "test.py", "exec"), names)
+        if names.not_in_code and not names.of_code:
+            return f"NameError: the code does not define {', '.join(sorted(names.not_in_code))}"
     except AssertionError:
         return "an assert failed"
     except BaseException as error:

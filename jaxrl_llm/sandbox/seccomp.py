@@ -35,7 +35,14 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "syslog": (103, 116), "personality": (135, 92),
     "modify_ldt": (154, None), "ioperm": (173, None), "iopl": (172, None),
-    "fanotify_init": (300, 262), "vmsplice": (278, 75),
+    "fanotify_init": (300, 262), "vmsplice": (278, 75), "setpriority": (141, 140),
+    "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "process_madvise": (440, 440),
+}  # fmt: skip
+# Calls for a process that the first argument names: a program may name itself, as 0.
+FOR_ITSELF = {
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
 }  # fmt: skip
 SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
 
@@ -79,6 +86,9 @@ def filter_program(machine: str) -> bytes:
             + [(_RETURN, 0, 0, ALLOW)],
         ),
     ]
+    for numbers in FOR_ITSELF.values():
+        itself = [(_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, refused)]
+        code += _if_equal(numbers[column], [*itself, (_RETURN, 0, 0, ALLOW)])
     for numbers in REFUSED.values():
         number = numbers[column]
         if number is not None:

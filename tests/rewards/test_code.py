@@ -83,7 +83,7 @@ def test_a_row_without_tests_is_refused(tests):
         ("```python\na\n```\nno:\n```py\nb\n```", "b\n"),
         ("```Python \na\n```", "a\n"),
         ("```python\ncut", "cut"),
-        ("```\na\n```", None),
+        ("```\na\n```", "a\n"),
         ("print(1)", None),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from recording import RecordingServer, running_server
 
-from jaxrl_llm.config import ConfigError, Judge, load_config
+from jaxrl_llm.config import JUDGE_PATTERN, ConfigError, Judge, load_config
 from jaxrl_llm.rewards import http_client
 from jaxrl_llm.rewards import judge as module
 from jaxrl_llm.rewards.http_client import RequestError
@@ -117,6 +117,16 @@ def test_what_can_never_work_is_not_repeated(server, text, message):
     scores, logged = ask(server, *(f"{text} {i}" for i in range(20)), concurrency=1)
     assert all(map(math.isnan, scores)) and len(server.requests()) == 1
     assert all(re.search(message, error) for error in logged["judge/error"])
+
+
+@pytest.mark.parametrize("pattern", [JUDGE_PATTERN, r"score:\s*\**\s*(\d+)"])
+def test_a_long_answer_is_read_in_time(pattern):
+    began = time.monotonic()
+    for text in ("score:" + " " * 10**6, "score " * 10**5, "score:" + "* " * 10**5):
+        with pytest.raises(RequestError, match="no score"):
+            read_score(text, pattern, 10.0)
+    assert read_score(" " * 10**6 + "score: ** 7", pattern, 10.0) == 7.0
+    assert time.monotonic() - began < 8.0
 
 
 def test_a_repeated_request_is_answered_from_the_cache(server, tmp_path):

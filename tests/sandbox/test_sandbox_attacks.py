@@ -228,6 +228,24 @@ REFUSED = {
         "signal.SIGTERM, signal.SIGHUP):\n  os.kill(1, n)\nprint(os.getppid())",
         "1",
     ),
+    "limits of process 1": (
+        "import resource as r, os\nfor pid in (1, os.getppid(), os.getpid()):\n"
+        "  try: r.prlimit(pid, r.RLIMIT_NOFILE, (3, 3)); print('lowered')\n"
+        "  except PermissionError: print('refused')",
+        "refused",
+    ),
+    "CPUs and priority of process 1": (
+        "import os\nfor call in (lambda: os.sched_setaffinity(1, {0}), lambda: "
+        "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)), lambda: "
+        "os.setpriority(os.PRIO_PROCESS, 1, 19)):\n"
+        "  try: call(); print('changed')\n  except PermissionError: print('refused')",
+        "refused",
+    ),
+    "its own limits": (
+        "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (20, 20))\n"
+        "print(r.getrlimit(r.RLIMIT_NOFILE), r.prlimit(0, r.RLIMIT_NOFILE))",
+        "(20, 20) (20, 20)",
+    ),
     "kill the other processes": (
         "import os\nseen = []\nfor p in [*range(2, 2000)]:\n  if p != os.getpid():\n"
         "    try: os.kill(p, 9); seen.append(p)\n    except OSError: pass\nprint(seen)",

@@ -22,7 +22,8 @@ from jaxrl_llm.types import Completion, Prompt
         (r"\fbox{7} and \boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\boxed{3}}", "3"),
         (r"\boxed{4} then \boxed{5", "4"),  # the length limit has cut the last one
-        (r"\boxed 5 and {6}", None),
+        (r"\boxed 5 and {6}", "5"),
+        (r"$\boxed -12.5$.", "-12.5"),
         ("no box", None),
         (r"\boxed{" * 20_000, None),
     ],

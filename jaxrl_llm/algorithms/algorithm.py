@@ -1,4 +1,4 @@
-"""What an online algorithm is, and the settings that all of them share."""
+"""The record of an online algorithm, and the settings that all of them share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ IMPORTANCE_THRESHOLD = 2.0  # where the settings have none
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What one iteration computes. The positional parameters of each function are batch fields.
+    """The functions of one iteration. Their positional parameters are batch fields.
 
     The plan reads them (`fields.field_names`). A function that reads `values` needs the critic,
     one that reads `reference_logprobs` the reference model, and one that reads `greedy_scores` a
@@ -50,14 +50,14 @@ class Algorithm:
     kl_reward: Callable[..., Any] | None = None
     kl_controller: KLController = FixedKL(0.0)  # the `coef` of kl_reward
     kl_loss: Callable[..., Any] | None = None  # (logprobs, reference_logprobs) -> kl [B, R]
-    kl_loss_coef: float = 0.0  # of the aggregated kl_loss, added to the policy loss
-    entropy_coef: float = 0.0  # of the aggregated entropy, subtracted from the policy loss
+    kl_loss_coef: float = 0.0  # coefficient of the aggregated kl_loss in the loss
+    entropy_coef: float = 0.0  # coefficient of the aggregated entropy, which is subtracted
     # fields -> (the field importance_weights [B, R], metrics); the policy loss multiplies by it
     importance: Callable[..., Any] | None = None
     # fields -> (the field loss_mask [B, R], metrics); the update takes it as its `mask`, so tokens
     # outside it are in no loss and no mean
     rejection: Callable[..., Any] | None = None
-    own_fields: tuple[str, ...] = ()  # that the functions read and stages of the user's write
+    own_fields: tuple[str, ...] = ()  # fields of the user's stages that the functions read
     # Whether a sample changes the losses of no other sample of its micro-batch. Then gradients are
     # summed over the mesh axis `data` once an optimizer step, and else in every micro-batch.
     by_sample: bool = False

@@ -1,4 +1,4 @@
-"""Which batch fields a function of this room reads: its positional parameters say so."""
+"""The batch fields that a function of this room reads: its positional parameters."""
 
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.types import ROLLOUT_FIELDS
 
-# What the update computes on each mini-batch, in addition to the fields of the rollout batch.
+# Fields that the update computes on each mini-batch, in addition to the rollout batch's.
 UPDATE_FIELDS = ("logprobs", "entropy", "new_values", "top_logprobs")
-GIVEN_SETTINGS = ("coef",)  # what a stage gives: kl_reward has the controller's coefficient
-# What a field of the update is computed from: the policy's log-probs of the teacher's candidates.
+# Inputs of fields of the update. `top_logprobs` are log-probs of the teacher's candidates.
 COMPUTED_FROM = {"top_logprobs": ("teacher_top_ids",)}
 
 
@@ -35,26 +33,13 @@ def field_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 def check_fields(
     role: str, fn: Callable[..., Any], *, update: bool = False, own: Sequence[str] = ()
 ) -> None:
-    """Refuse a function whose positional parameters are not fields.
+    """Refuse a function whose positional parameters are not fields, before a device is used.
 
-    `update` also allows what only the update has (`UPDATE_FIELDS`), `own` fields of the user's
-    stages. Raises
-    ValueError with the nearest field, so a misspelt parameter is found before any device is
-    touched.
+    `update` also allows fields that only the update has (`UPDATE_FIELDS`), `own` fields of the
+    user's stages.
+
+    Raises: ValueError with the nearest field.
     """
-    made = isinstance(fn.func if isinstance(fn, partial) else fn, FieldFunction)
-    for parameter in () if made else inspect.signature(fn).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            raise ValueError(
-                f"{role} takes **{parameter.name}; name the batch fields that it reads as its "
-                "positional parameters"
-            )
-        unbound = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        if unbound and parameter.name not in GIVEN_SETTINGS:
-            raise ValueError(
-                f"{role}: the setting {parameter.name!r} has no value: give it a default, or bind "
-                "it with functools.partial"
-            )
     known = (*ROLLOUT_FIELDS, *(UPDATE_FIELDS if update else ()), *own)
     for name in field_names(fn):
         if name not in known:
@@ -65,66 +50,31 @@ def check_fields(
             )
 
 
-def pair_of(role: str, found: Any, mask: Any, *, metrics: bool = False) -> tuple[Any, Any]:
+def pair_of(role: str, result: Any, mask: Any, *, metrics: bool = False) -> tuple[Any, Any]:
     """The two results of a function: an array of tokens, and another one or a dict of `metrics`.
 
-    Raises: ValueError unless they are two, and each array has one value for each token of `mask`.
-        Another shape may broadcast, and then it is another loss. A loss of integers has no
-        gradient. A metric may be a single number, too.
+    Raises: ValueError unless an array has one value for each token of `mask`, and a metric as well
+        or a single one. Another shape may broadcast, and then it is another loss.
     """
-    wanted = "(loss, metrics)" if metrics else "(advantages, returns)"
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        many = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        raise ValueError(f"{role} returned {type(found).__name__}{many}; it must return {wanted}")
-    for value in found[:1] if metrics else found:
-        if (shape := np.shape(value)) != mask.shape:
+    first, second = result
+    arrays = {"loss": first} | second if metrics else {"advantages": first, "returns": second}
+    for name, value in arrays.items():
+        shape = np.shape(value)
+        if shape != mask.shape and (shape or not metrics or name == "loss"):
             raise ValueError(
-                f"{role} returned an array of shape {shape} in {wanted}; it must have the shape of "
-                f"`mask`, {mask.shape}: one value for each token, and no mean over them"
+                f"{role} returned {name!r} of shape {shape}; it must have the shape of `mask`, "
+                f"{mask.shape}: one value for each token, and no mean over them"
             )
-    if metrics and not isinstance(found[1], dict):
-        raise ValueError(
-            f"{role} returned {type(found[1]).__name__} as the metrics of {wanted}; it must be a "
-            "dict, which may be empty"
-        )
-    if metrics and not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
-        raise ValueError(
-            f"{role} returned a loss of {jnp.result_type(found[0])}, which has no gradient; it "
-            "must be of floating-point numbers"
-        )
-    for name, value in found[1].items() if metrics else ():
-        check_metric_name(role, name)
-        if _shape(value) not in ((), mask.shape):
-            raise ValueError(
-                f"{role} returned the metric {name!r} as {_kind(value)}; a metric has the shape of "
-                f"`mask`, {mask.shape}, or is one number"
-            )
-    return found[0], found[1]
+    return first, second
 
 
-def check_metric_name(who: str, name: Any, taken: Container[str] = ()) -> None:
-    """ValueError for a metric without a name, or with one that the trainer gives its own."""
-    if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"{who} returned a metric with the name {name!r}; give it a name of text")
+def check_metric_name(who: str, name: str, taken: Container[str] = ()) -> None:
+    """Raises: ValueError for a metric with a name that the trainer gives its own."""
     if name in taken:
         raise ValueError(
             f"{who} returns the metric {name!r}, which the trainer writes itself; take another "
             f"name, such as {name + '_of_mine'!r}"
         )
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of numbers; None for anything else."""
-    try:
-        jnp.result_type(value)
-        return np.shape(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _kind(value: Any) -> str:
-    shape = _shape(value)
-    return type(value).__name__ if shape is None else f"an array of shape {shape}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +99,7 @@ def with_renamed_fields(fn: Callable[..., Any], names: Mapping[str, str]) -> Cal
     reads = tuple(dict.fromkeys(renamed))
 
     def read_by_other_names(*values: Any, **settings: Any) -> Any:
-        given = dict(zip(reads, values, strict=True))
-        return fn(*(given[name] for name in renamed), **settings)
+        fields = dict(zip(reads, values, strict=True))
+        return fn(*(fields[name] for name in renamed), **settings)
 
     return FieldFunction(read_by_other_names, reads)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.fields import check_metric_name, field_names
+from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.distributed.multihost import HostRows
 from jaxrl_llm.rewards.manager import RewardResult
 from jaxrl_llm.types import ROLLOUT_AXES, Completion, Prompt
@@ -150,7 +150,6 @@ class Stage:
                     f"and B is {rows} samples"
                 )
         for name, value in output.metrics.items():
-            check_metric_name(f"stage {self.name!r}", name)
             if name.startswith(TRAINER_METRICS):
                 raise ValueError(
                     f"stage {self.name!r} returned the metric {name!r}, and the trainer writes "

@@ -158,7 +158,6 @@ COST = np.ones(4)
             StageOutput({"cost": COST}, {"mine": COST}),
             r"metric .mine. of shape \(4,\); a",
         ),
-        (StageOutput({"cost": COST}, {"": 1.0}), "a metric with the name ''; give it a name of"),
         (StageOutput({"cost": [1.0] * 4}), "cost as list; return an array of real numbers"),
         (StageOutput({"cost": 1j * COST}), "cost as an array of complex128; return an array of"),
         (StageOutput({"cost": COST.astype(object)}), "cost as an array of object"),

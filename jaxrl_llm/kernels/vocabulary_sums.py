@@ -23,7 +23,7 @@ def num_rows(vocab_size: int) -> int:
 
 
 def sums_of_columns(z_BV: Float[Array, "B V"]) -> Float[Array, "B M"]:
-    """The log-sum-exp of each column; over a row's columns it gives that of the whole row.
+    """The log-sum-exp of each column; over a row's columns it gives the whole row's.
 
     The logits, the largest array here, are read once.
 

@@ -84,10 +84,10 @@ class Comparison:
             code = self._wait(process, log)
         metrics = run_dir / "metrics.jsonl"
         for line in metrics.read_text().splitlines() if metrics.exists() else ():
-            found = json.loads(line)
-            if found["training/global_step"]:
-                step = {"step": found["training/global_step"], "reward": found["critic/score/mean"]}
-                self._append(step | {"seconds": found["timing_s/step"]}, "ours", config.seed)
+            row = json.loads(line)
+            if row["training/global_step"]:
+                step = {"step": row["training/global_step"], "reward": row["critic/score/mean"]}
+                self._append(step | {"seconds": row["timing_s/step"]}, "ours", config.seed)
         return code
 
     def _trl(self, config: Config) -> int:
@@ -95,10 +95,10 @@ class Comparison:
         work = self._folder / f"trl-{config.seed}.json"
         work.write_text(json.dumps(trl_work(config)))
         log = self._folder / f"trl-{config.seed}.log"
-        with open(work) as given, open(log, "w") as text:
+        with open(work) as prompts, open(log, "w") as text:
             process = subprocess.Popen(
                 [self._python, str(FOLDER / "trl_grpo.py")],
-                stdin=given,
+                stdin=prompts,
                 stdout=subprocess.PIPE,
                 stderr=text,
                 text=True,

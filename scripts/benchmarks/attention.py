@@ -42,7 +42,7 @@ class Layout:
 
     rows: int
     tokens: int
-    lengths: tuple[int, ...]  # of every sequence: the useful work
+    lengths: tuple[int, ...]  # length of every sequence: the useful work
     starts: np.ndarray
     real: tuple[int, ...]  # tokens of each row that are not padding
     segment_ids: np.ndarray | None = None  # [B, T], of packed rows
@@ -91,31 +91,31 @@ class Attention(Case):
 
         The results lie in memory that held NaN, so unwritten values are found.
         """
-        found = self._compare()
+        errors = self._compare()
         poison(self.results)
         finite = all(bool(jnp.isfinite(x).all()) for x in self.run())
         require("not finite", float(not finite), 0.0)
-        return found
+        return errors
 
     def _compare(self) -> dict[str, float]:
         """Errors with cotangents for the checked queries only; the others must get no gradient."""
-        q, k, v, do, *given = self.inputs
+        q, k, v, do, *masks = self.inputs
         rows_R, checked_RQ = self.reference.rows, self.reference.checked
         checked = (rows_R[:, None], checked_RQ)
         sparse = jnp.zeros_like(do).at[checked].set(do[checked])
         poison(self.results)
-        out, *gradients = self.programs["main"](q, k, v, sparse, *given)
+        out, *gradients = self.programs["main"](q, k, v, sparse, *masks)
         expected, *expected_gradients = self.programs["reference"](q, k, v, do)
         require("output not finite", float(~jnp.isfinite(out).all()), 0.0)
-        found = {"output_error": _worst_error(out[checked], expected)}
-        require("output_error", found["output_error"], MOST_OUTPUT_ERROR)
+        errors = {"output_error": _worst_error(out[checked], expected)}
+        require("output_error", errors["output_error"], MOST_OUTPUT_ERROR)
         for name, ours, theirs in zip("qkv", gradients, expected_gradients, strict=False):
             compared = checked if name == "q" else (rows_R,)
-            found[f"d{name}_error"] = _worst_error(ours[compared], theirs)
-            require(f"d{name}_error", found[f"d{name}_error"], MOST_GRADIENT_ERROR)
+            errors[f"d{name}_error"] = _worst_error(ours[compared], theirs)
+            require(f"d{name}_error", errors[f"d{name}_error"], MOST_GRADIENT_ERROR)
             others = jnp.abs(ours.at[compared].set(0)).max()
             require(f"d{name} without a cotangent", float(others), 0.0)
-        return found
+        return errors
 
     def run(self) -> Any:
         return self.programs["main"](*self.inputs)
@@ -134,13 +134,13 @@ class Attention(Case):
             "share of tokens that are real": (sum(lengths) - sum(self.layout.again)) / padded,
         }
 
-    def _call(self, q: Any, k: Any, v: Any, do: Any, *given: Any) -> tuple[jax.Array, ...]:
+    def _call(self, q: Any, k: Any, v: Any, do: Any, *masks: Any) -> tuple[jax.Array, ...]:
         settings: dict[str, Any] = {"implementation": self.implementation}
         if self.layout.window is not None:
             settings["window"] = self.layout.window
-        if given:
+        if masks:
             packed = self.layout.segment_ids is not None
-            settings["visibility" if packed else "lengths"] = given[0]
+            settings["visibility" if packed else "lengths"] = masks[0]
         fn = partial(attention, **settings)
         if not self.backward:
             return (fn(q, k, v),)

@@ -1,4 +1,4 @@
-"""What users run instead, measured in processes of their own on the same machine. No jax.
+"""Peers that users run instead, measured in processes of their own on the same machine. No jax.
 
 A peer is a standalone script of the folder peers/. It reads its work as JSON from stdin and prints
 a JSON object a case. It runs before this process touches the GPU, because jax claims the memory.
@@ -155,8 +155,8 @@ def _run_peer(name: str, work: dict[str, Any], *, python: str | None) -> list[di
         return [{"peer": name, "error": f"--peer_python={python}: no such program"}]
     except subprocess.TimeoutExpired:
         return [{"peer": name, "error": f"took longer than {TIME_LIMIT_S} s"}]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode:
         last = " ".join(done.stderr.strip().splitlines()[-3:])
-        found.append({"peer": name, "error": f"exit code {done.returncode}: {last[-500:]}"})
-    return found
+        answers.append({"peer": name, "error": f"exit code {done.returncode}: {last[-500:]}"})
+    return answers

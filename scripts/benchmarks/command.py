@@ -56,7 +56,7 @@ def run_command(options: Options, peers: Sequence[Row]) -> int:
 
 
 def describe(options: Options) -> dict[str, Any]:
-    """What every row of the command shares: the command, versions, device and date."""
+    """Facts that every row of the command shares: the command, versions, device and date."""
     device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {

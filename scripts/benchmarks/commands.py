@@ -1,4 +1,4 @@
-"""What each benchmark measures and takes, one row a command, and its sizes by shape. No jax."""
+"""The benchmarks: workloads and flags of each command, and sizes by shape. No jax."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ STEP_SIZES: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What one benchmark measures and which flags it takes."""
+    """The workloads and flags of one benchmark."""
 
     workloads: tuple[str, ...]
     default: tuple[str, ...]  # the workloads that run when none is named

@@ -173,7 +173,7 @@ class Generation(Case):
         return figures if limits is None else figures | self._of_roofline(seconds, limits)
 
     def _of_roofline(self, seconds: float, limits: Limits) -> dict[str, float]:
-        """What the card allows, and the share of it that was reached."""
+        """The roofline of the card, and the share of it that was reached."""
         work, config, devices = self.work, self.spec.config, self.mesh.size
         float8 = self.config.rollout.quantization == "float8"
         # Reading the cache takes time in proportion to its tokens, so a mean over them is exact.
@@ -226,7 +226,7 @@ class Generation(Case):
 class Prefill(Generation):
     """Prompts with a single token sampled after each."""
 
-    num_checked = 64  # of one token each
+    num_checked = 64  # prompts of one token each
 
     def figures(self, seconds: float) -> dict[str, float]:
         work, devices = self.work, self.mesh.size

@@ -88,7 +88,7 @@ class Case(ABC):
 
     @abstractmethod
     def figures(self, seconds: float) -> dict[str, float]:
-        """What the median time means, by name with its unit."""
+        """Figures of the median time, by name with their unit."""
 
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The parts of a profile, a trace each; called once, in this order."""
@@ -169,20 +169,21 @@ def memory_bytes(program: jax.stages.Compiled) -> int | None:
     )
 
 
-def relative_error(found: Any, expected: Any) -> float:
-    """|found - expected| / |expected| over all leaves together, in the L2 norm and float32.
+def relative_error(actual: Any, expected: Any) -> float:
+    """|actual - expected| / |expected| over all leaves together, in the L2 norm and float32.
 
     NaN where either holds a NaN, so a comparison must be written to fail on it. NaN too where all
     that is expected is 0, as nothing was compared.
     """
-    difference, norm = _squares(jax.tree.leaves(found), jax.tree.leaves(expected))
+    difference, norm = _squares(jax.tree.leaves(actual), jax.tree.leaves(expected))
     return float((difference / norm) ** 0.5)
 
 
 @jax.jit
-def _squares(found: list[Any], expected: list[Any]) -> tuple[Any, Any]:
+def _squares(actual: list[Any], expected: list[Any]) -> tuple[Any, Any]:
     pairs = [
-        (x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(found, expected, strict=True)
+        (x.astype(jnp.float32), y.astype(jnp.float32))
+        for x, y in zip(actual, expected, strict=True)
     ]
     difference = sum(jnp.square(x - y).sum() for x, y in pairs)
     return difference, sum(jnp.square(y).sum() for _, y in pairs)
@@ -310,10 +311,10 @@ def _device_bytes() -> float:
 
 def _profiled(row: Row, case: Case, folder: Path) -> Row:
     try:
-        found = {name: record(folder / name, run) for name, run in case.parts()}
+        parts = {name: record(folder / name, run) for name, run in case.parts()}
     except Exception as error:  # the measurement stays valid
         return replace(row, profile_error=_message(error))
-    return replace(row, profile=found)
+    return replace(row, profile=parts)
 
 
 def _message(error: Exception) -> str:

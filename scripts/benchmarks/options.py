@@ -37,8 +37,8 @@ class Options:
     response: int | None
     groups: tuple[int, int] | None
     lengths: tuple[Batch, ...]  # prompt and response tokens of each sample of --lengths=FILE
-    head_dim: int | None  # of `attention`; None: the shape's
-    window: int | None  # of its dense rows, in tokens
+    head_dim: int | None  # head dim of `attention`; None: the shape's
+    window: int | None  # window of its dense rows, in tokens
     cache: str  # dtype of its decode caches
     repeats: int
     baseline: bool
@@ -66,7 +66,7 @@ class Options:
         return model if self.head_dim is None else replace(model, head_dim=self.head_dim)
 
     def batches_of(self, shape: str, workload: str) -> tuple[Batch, ...]:
-        """The batches of one workload: --batch, or those of the shape."""
+        """The batches of one workload: --batch, or the batches of the shape."""
         return self.batches or of_shape(BATCHES[workload], shape)
 
     def config(self, shape: str, algorithm: str = "ppo") -> Config:
@@ -84,7 +84,7 @@ class Options:
 def read_options(words: Sequence[str]) -> Options:
     """The command line as Options; ConfigError with the remedy for any mistake."""
     parser = _parser()
-    given, rest = parser.parse_known_args(list(words))
+    arguments, rest = parser.parse_known_args(list(words))
     overrides = []
     for word in rest:
         key, equals, value = word.partition("=")
@@ -95,15 +95,17 @@ def read_options(words: Sequence[str]) -> Options:
                 "--config.KEY=VALUE"
             )
         overrides.append((key.removeprefix("--config."), value))
-    values = vars(given)
-    command = COMMANDS[given.command]
-    values["shapes"] = read_shapes(given.shapes or command.shape)
-    values["workloads"] = given.workloads or (
-        ("lengths",) if given.lengths and "lengths" in command.flags else command.default
+    values = vars(arguments)
+    command = COMMANDS[arguments.command]
+    values["shapes"] = read_shapes(arguments.shapes or command.shape)
+    values["workloads"] = arguments.workloads or (
+        ("lengths",) if arguments.lengths and "lengths" in command.flags else command.default
     )
-    values["compiler_options"] = tuple(given.compiler_options)
-    _check_flags(given, overrides)
-    values["lengths"] = read_lengths(given.lengths, given.groups) if given.lengths else ()
+    values["compiler_options"] = tuple(arguments.compiler_options)
+    _check_flags(arguments, overrides)
+    values["lengths"] = (
+        read_lengths(arguments.lengths, arguments.groups) if arguments.lengths else ()
+    )
     options = Options(**values, overrides=tuple(overrides), words=tuple(words))
     _check_sizes(options)
     return options
@@ -177,31 +179,31 @@ def _batches(text: str) -> tuple[Batch, ...]:
     return tuple(_pair(part) if "x" in part else (_count(part), 0) for part in text.split(","))
 
 
-def _check_flags(given: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
+def _check_flags(arguments: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> None:
     """Refuse flags and keys that the command does not take, by its row of COMMANDS."""
-    name, command = given.command, COMMANDS[given.command]
-    for workload in given.workloads:
+    name, command = arguments.command, COMMANDS[arguments.command]
+    for workload in arguments.workloads:
         if workload not in command.workloads:
             known = ", ".join(command.workloads)
             raise ConfigError(f"{name} has no workload {workload}; it has {known}")
-    if given.batches and not command.batch:
+    if arguments.batches and not command.batch:
         raise ConfigError(f"{name} takes no --batch; --groups=PROMPTSxSAMPLES sets its size")
-    if any((tokens > 0) != ("x" in command.batch) for _, tokens in given.batches):
+    if any((tokens > 0) != ("x" in command.batch) for _, tokens in arguments.batches):
         raise ConfigError(f"--batch of {name} is {command.batch}")
     for flag in dict.fromkeys(flag for one in COMMANDS.values() for flag in one.flags):
-        value = getattr(given, "compiler_options" if flag == "compiler_option" else flag)
+        value = getattr(arguments, "compiler_options" if flag == "compiler_option" else flag)
         if value in (None, "bfloat16", (), []):
             continue
         if flag not in command.flags:
             takers = " and ".join(key for key, one in COMMANDS.items() if flag in one.flags)
             raise ConfigError(f"--{flag} belongs to {takers}, not to {name}; drop it")
         only = ONLY_WITH.get(flag)
-        if only and given.workloads != (only,):
+        if only and arguments.workloads != (only,):
             raise ConfigError(f"--{flag} is measured on {only} alone: --workload={only}")
-    if given.baseline and command.peers is None:
+    if arguments.baseline and command.peers is None:
         peers = ", ".join(key for key, one in COMMANDS.items() if one.peers is not None)
         raise ConfigError(f"--baseline: {name} has no peer to run; these have: {peers}")
-    if given.baseline and name == "rl_step" and "ppo" in given.workloads:
+    if arguments.baseline and name == "rl_step" and "ppo" in arguments.workloads:
         raise ConfigError(
             "--baseline: TRL has a GRPOTrainer alone; --workload=grpo or grpo_lora works"
         )

@@ -51,7 +51,7 @@ class Compared:
 
 
 def compared_steps(every: int = 1) -> Iterator[Compared]:
-    """The rows of the file but those of older versions, which computed something else.
+    """The rows of the file without older versions, which computed something else.
 
     `every` 4 leaves out three of four.
     """

@@ -23,7 +23,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """What the first device did between the first and the last kernel of a recording."""
+    """The kernels of the first device in a recording."""
 
     seconds: float
     busy: float  # seconds in which at least one kernel ran
@@ -48,8 +48,8 @@ class Row:
     figures: dict[str, float] = field(default_factory=dict)
     checks: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    versions: dict[str, str] = field(default_factory=dict)  # of a peer in its own process
-    profile: dict[str, Profile] = field(default_factory=dict)  # of each part, with --profile
+    versions: dict[str, str] = field(default_factory=dict)  # versions of a peer in its own process
+    profile: dict[str, Profile] = field(default_factory=dict)  # a profile a part, with --profile
     profile_error: str = ""  # why there is no profile; the measurement stays valid
 
     @property
@@ -93,15 +93,15 @@ class Row:
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Our time and memory over each peer's: `<key>/<peer>/time` and `/memory`."""
     ours = {row.key: row for row in rows if row.who == "ours" and _right(row)}
-    found = {}
+    quotients = {}
     for row in rows:
         own = ours.get(row.key)
         if row.who == "ours" or own is None or not _right(row):
             continue
-        found[f"{row.key}/{row.who}/time"] = own.median / row.median
+        quotients[f"{row.key}/{row.who}/time"] = own.median / row.median
         if own.memory_bytes and row.memory_bytes:
-            found[f"{row.key}/{row.who}/memory"] = own.memory_bytes / row.memory_bytes
-    return found
+            quotients[f"{row.key}/{row.who}/memory"] = own.memory_bytes / row.memory_bytes
+    return quotients
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
@@ -151,7 +151,7 @@ def _kernels(title: str, profile: Profile) -> Table:
 
 
 def _right(row: Row) -> bool:
-    """Whether the row has a time that may be compared."""
+    """True for a row whose time may be compared."""
     return bool(row.seconds) and not row.error
 
 

@@ -1,4 +1,4 @@
-"""What the hardware allows: bytes of each piece of work, and the measured limits.
+"""The limits of the hardware: bytes of each piece of work, and measured rates.
 
 Only useful work is counted, as in `models/flops.py`, so other work lowers the fraction. No jax.
 """
@@ -23,7 +23,7 @@ class Limits:
     """Sustained rates of one device: bytes and FLOPs a second."""
 
     memory: float
-    matmul: float  # of a large bf16 matmul, for lower bounds on time
+    matmul: float  # rate of a large bf16 matmul, for lower bounds on time
     matmul_float8: float  # in float8
     peak: float  # the denominator of utilisation
     link: float  # bytes a second into one device from the others of its host

@@ -21,10 +21,10 @@ def read_shapes(text: str) -> Shapes:
     folder's, with "local-" in front where a named shape has that name.
     ConfigError for a name that is unknown and a file that describes no supported model.
     """
-    found = []
+    models = []
     for word in filter(None, text.split(",")):
         if word in SHAPES:
-            found.append((word, SHAPES[word]))
+            models.append((word, SHAPES[word]))
             continue
         path = Path(word)
         if not path.exists():
@@ -34,13 +34,13 @@ def read_shapes(text: str) -> Shapes:
             )
         file = path / "config.json" if path.is_dir() else path
         name = (file.parent if file.name == "config.json" else file.with_suffix("")).resolve().name
-        found.append((f"local-{name}" if name in SHAPES else name, _read_model(file)))
-    if not found:
+        models.append((f"local-{name}" if name in SHAPES else name, _read_model(file)))
+    if not models:
         raise ConfigError(f"--shape: name one or more of {', '.join(SHAPES)}")
-    twice = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
+    twice = [name for name, count in Counter(name for name, _ in models).items() if count > 1]
     if twice:
         raise ConfigError(f"--shape: {twice[0]} is there twice; rename a folder")
-    return dict(found)
+    return dict(models)
 
 
 def read_lengths(file: Path, groups: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""What strict sums cost and whether their bits agree: python scripts/benchmarks/strict.py
+"""The cost of strict sums, and whether their bits agree: python scripts/benchmarks/strict.py
 
 A JSON line a result, as soon as it is there. Random weights of a named shape.
 
@@ -8,7 +8,7 @@ Flags:
   --shape=qwen2.5-1.5b     or another name of benchmark.py; "tiny" for a test
   --layers=4               of the model of bits
   --groups=32x8            prompts and samples of each, of bits
-  --step_groups=32x8       those of step
+  --step_groups=32x8       prompts and samples of each, of step
   --variants=NAME[,NAME]   of bits: standard, kernels, chunks; of step: repeatable, strict, off
 """
 
@@ -41,13 +41,13 @@ FAILED: list[str] = []  # what had an error; then the exit code is 1
 
 def flags_of(argv: list[str]) -> dict[str, str]:
     """The flags and their defaults; SystemExit for an unknown one."""
-    found = dict(FLAGS)
+    flags = dict(FLAGS)
     for word in argv:
         name, _, value = word.removeprefix("--").partition("=")
-        if name not in found:
+        if name not in flags:
             raise SystemExit(f"unknown flag {word}; the flags are {', '.join(FLAGS)}")
-        found[name] = value
-    return found
+        flags[name] = value
+    return flags
 
 
 def say(**values: Any) -> None:
@@ -84,7 +84,7 @@ def attempt(what: str, run: Callable[[], Any]) -> None:
 
 
 def differing(a: Any, b: Any, mask: Any = None) -> dict[str, Any]:
-    """How many numbers differ, of how many, and by how much at most."""
+    """Count the numbers that differ, and the largest difference."""
     import numpy as np
 
     a, b = (np.asarray(x).astype(np.float32) for x in (a, b))
@@ -100,12 +100,12 @@ def seconds(run: Callable[[], Any], repeats: int = 5) -> float:
     import jax
 
     jax.block_until_ready(run())
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 # ------------------------------------------------------------------------- bits
@@ -169,15 +169,15 @@ def _bits(name: str, spec: Any, samples: Samples, strict: Any, tiny: bool) -> No
     base, took = generate(every, group, 0)
     mask = np.asarray(base.mask)
 
-    def compare(what: str, found: Any, rows: Any = slice(None), seen: Any = None) -> None:
+    def compare(what: str, other: Any, rows: Any = slice(None), seen: Any = None) -> None:
         logprobs = np.asarray(base.logprobs)[rows]
-        gap = differing(found, logprobs, mask[rows] if seen is None else seen)
+        gap = differing(other, logprobs, mask[rows] if seen is None else seen)
         say(bits=what, variant=name, **gap)
 
     say(time="generate", variant=name, seconds=round(took, 4))
-    for what, found, seen, took in _trained(spec, params, samples, base, strict, dtype):
+    for what, other, seen, took in _trained(spec, params, samples, base, strict, dtype):
         say(time=what, variant=name, seconds=round(took, 4))
-        compare(what, found, seen=seen)
+        compare(what, other, seen=seen)
     few, took = generate(every, group, len(every) // 3)
     same = np.asarray(few.tokens) == np.asarray(base.tokens)
     compare("a third of the slots", few.logprobs, seen=mask * same)
@@ -238,8 +238,10 @@ def _trained(
 
     def of_part(params: Any, part: Any) -> Any:
         rows = packed_rows(plan, part, prompts, prompt_lengths, output.tokens, lengths)
-        found = response_statistics(params, rows, spec=spec, settings=settings, with_entropy=True)
-        return found.logprobs, rows.included
+        statistics = response_statistics(
+            params, rows, spec=spec, settings=settings, with_entropy=True
+        )
+        return statistics.logprobs, rows.included
 
     def whole(params: Any) -> Any:
         def add(part: Any, total: Any) -> Any:
@@ -259,9 +261,9 @@ def _trained(
 
     run = jax.jit(padded)
     seen = mask * (np.arange(len(mask)) < few)[:, None]
-    found = np.zeros(mask.shape, np.float32)
-    found[:few] = run(params)
-    yield f"padded rows, {few} samples", found, seen, seconds(partial(run, params), 3)
+    logprobs = np.zeros(mask.shape, np.float32)
+    logprobs[:few] = run(params)
+    yield f"padded rows, {few} samples", logprobs, seen, seconds(partial(run, params), 3)
 
     def loss(params: Any) -> Any:
         logprobs, included = of_part(params, jnp.int32(0))

@@ -73,13 +73,13 @@ class Training(Case):
         self.shape, self.name, self.work, self.mesh = shape, work.name, work, mesh
         self.model, self.checks = model, checks
         (phase,) = planned(_sized(config, work), mesh).phases
-        found = [stage for stage in phase.stages if stage.name == STAGES[work.kind]]
-        if not found:
+        stages = [stage for stage in phase.stages if stage.name == STAGES[work.kind]]
+        if not stages:
             raise ValueError(
                 f"config.algorithm={config.algorithm.label} has no stage {STAGES[work.kind]}; drop "
                 f"the workload {work.kind}, or name another algorithm with --config.algorithm"
             )
-        self.stage = found[0]
+        self.stage = stages[0]
         role = phase.roles[self.stage.role]
         # A pass without gradient needs the parameters only.
         self.role = role if work.kind == "update" else replace(role, optimizer=None)
@@ -99,7 +99,7 @@ class Training(Case):
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         self.program = programs["main"]
         # Before the arrays are made: the check frees its own when it returns.
-        self.found = self.checks.run(self.work.kind, programs)
+        self.errors = self.checks.run(self.work.kind, programs)
         self.fields = jax.jit(self._fields, out_shardings=batch_sharding(self.mesh))()
         self.step = jax.device_put(jnp.int32(1), replicated(self.mesh))
         role = self.role
@@ -113,7 +113,7 @@ class Training(Case):
         finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(values))
         if not finite:
             raise CheckFailed("the full model gives numbers that are not finite")
-        return self.found
+        return self.errors
 
     def run(self) -> Any:
         if self.work.kind == "update":
@@ -234,15 +234,15 @@ class Checks:
         self._errors: dict[str, dict[str, float]] = {}
 
     def lower(self, kind: str) -> dict[str, jax.stages.Lowered]:
-        """What the learner computes in passes of `kind`, and the reference."""
+        """Lower the learner's passes of `kind`, and the reference."""
         part = _part(kind)
         if part not in self._lowered:
             spec, fields = self._spec(part), jax.eval_shape(self._fields)
             ours, reference = self._values(spec) if part == "values" else self._gradients(spec)
-            found = {f"learner {part}": jax.jit(ours).lower(spec.params, fields)}
+            programs = {f"learner {part}": jax.jit(ours).lower(spec.params, fields)}
             with jax.default_matmul_precision("highest"):
                 lowered = jax.jit(reference).lower(spec.params, fields)
-            self._lowered[part] = found | {f"reference {part}": lowered}
+            self._lowered[part] = programs | {f"reference {part}": lowered}
         return self._lowered[part]
 
     def run(self, kind: str, programs: dict[str, jax.stages.Compiled]) -> dict[str, float]:
@@ -285,7 +285,7 @@ def _part(kind: str) -> str:
 def _how(
     role: ActorConfig | CriticConfig, *, together: bool = True
 ) -> tuple[ForwardSettings, MicroBatches]:
-    """How a role computes, on one device; rows of fewer tokens where it packs them.
+    """The forward settings of a role, on one device; rows of fewer tokens where it packs them.
 
     `together`: the samples of a prompt come together, so that rows may share it.
     """
@@ -302,11 +302,11 @@ def _gradient_errors(learner: Any, reference: Any, params: Any, fields: Fields) 
     # Ratios far from where the loss bends: there rounding would decide the gradient.
     apart = np.resize(LOG_RATIOS, logprobs.shape).astype(np.float32)
     fields = fields | {"old_logprobs": logprobs - apart}
-    found_logprobs, found = learner(params, fields)
+    own_logprobs, own_gradient = learner(params, fields)
     logprobs, gradient = reference(params, fields)
     return {
-        "logprob_error": _root_mean_square(found_logprobs - logprobs, fields["mask"]),
-        "gradient_error": relative_error(found, gradient),
+        "logprob_error": _root_mean_square(own_logprobs - logprobs, fields["mask"]),
+        "gradient_error": relative_error(own_gradient, gradient),
     }
 
 
@@ -425,7 +425,7 @@ def _token_by_token(inputs: Inputs) -> jax.Array:
 
 
 def _convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Each dim [B, T, ...] with those of the tokens before it, by its weights [..., W]; float32."""
+    """Each dim [B, T, ...] plus the dims of tokens before it, by its weights [..., W]; float32."""
     width, length = kernel.shape[-1], x.shape[1]
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (width - 1, 0), *[(0, 0)] * (x.ndim - 2)))
     taps = [x[:, i : i + length] * kernel[..., i] for i in range(width)]

@@ -58,7 +58,7 @@ LOSS_TYPES = {
 
 
 def trl_work(config: Config) -> dict[str, Any]:
-    """What peers/trl_grpo.py reads: `trl_setup`, the stop tokens, every prompt in order.
+    """Make what peers/trl_grpo.py reads: `trl_setup`, the stop tokens, every prompt in order.
 
     Raises what `trl_setup` raises.
     """
@@ -89,12 +89,12 @@ def _check_alike(config: Config) -> GRPO:
             "works"
         )
     for key, wanted in ALIKE.items():
-        found: Any = config
+        value: Any = config
         for name in key.split("."):
-            found = getattr(found, name)
-        if found != wanted:
+            value = getattr(value, name)
+        if value != wanted:
             raise ConfigError(
-                f"config.{key}={found}: TRL's GRPOTrainer has no such run; {wanted!r} works"
+                f"config.{key}={value}: TRL's GRPOTrainer has no such run; {wanted!r} works"
             )
     settings = config.algorithm
     if settings.use_kl_loss and settings.kl_loss_type != "k3_unclamped":

@@ -83,9 +83,9 @@ def rl_mix_lengths() -> np.ndarray:
 def generation_workloads(options: Options, shape: str) -> list[GenerationWorkload]:
     """Fixed batches of distinct prompts, the mix of groups with uneven responses, and prefills."""
     prompt, response = options.sizes(shape)
-    found = []
+    cases = []
     if "fixed" in options.workloads:
-        found += [
+        cases += [
             GenerationWorkload(
                 name=f"fixed_{rows}",
                 prompt_lengths=(prompt,) * rows,
@@ -96,7 +96,7 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
         ]
     if "rl_mix" in options.workloads:
         prompts, samples = options.group_sizes(shape)
-        found.append(
+        cases.append(
             GenerationWorkload(
                 name=f"rl_mix_{options.response}" if options.response else "rl_mix",
                 prompt_lengths=(prompt,) * prompts,
@@ -106,7 +106,7 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
         )
     if "lengths" in options.workloads:
         prompts, samples, limits = _own_lengths(options)
-        found.append(
+        cases.append(
             GenerationWorkload(
                 name=f"lengths_{len(prompts)}x{samples}",
                 prompt_lengths=prompts,
@@ -121,7 +121,7 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
                 (f"prefill_{rows}", (prompt,) * rows),
                 (f"prefill_uneven_{rows}", uneven),
             ):
-                found.append(
+                cases.append(
                     GenerationWorkload(
                         name=name,
                         prompt_lengths=lengths,
@@ -130,7 +130,7 @@ def generation_workloads(options: Options, shape: str) -> list[GenerationWorkloa
                         prefill=True,
                     )
                 )
-    return found
+    return cases
 
 
 def mix_limits(shape: str, rows: int, longest: int | None = None) -> tuple[int, ...]:
@@ -194,11 +194,11 @@ def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:
     Full rows have a prompt of one token unless --prompt says otherwise: then every token but the
     first has a loss, as in the peer.
     """
-    found = []
+    cases = []
     for kind in options.workloads:
         if kind == "lengths":
             prompt_lengths, samples, limits = _own_lengths(options)
-            found.append(
+            cases.append(
                 TrainingWorkload(
                     name=f"update_lengths_{len(prompt_lengths)}x{samples}",
                     kind="update",
@@ -210,7 +210,7 @@ def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:
             continue
         if kind == "mix":
             prompts, samples = options.group_sizes(shape)
-            found.append(
+            cases.append(
                 TrainingWorkload(
                     name=f"update_mix_{prompts}x{samples}",
                     kind="update",
@@ -222,7 +222,7 @@ def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:
             continue
         for rows, tokens in options.batches_of(shape, kind):
             prompt = options.prompt or 1
-            found.append(
+            cases.append(
                 TrainingWorkload(
                     name=f"{kind}_{rows}x{tokens}",
                     kind=kind,
@@ -231,7 +231,7 @@ def training_workloads(options: Options, shape: str) -> list[TrainingWorkload]:
                     limits=(tokens - prompt,) * rows,
                 )
             )
-    return found
+    return cases
 
 
 def _own_lengths(options: Options) -> tuple[tuple[int, ...], int, tuple[int, ...]]:

@@ -34,12 +34,12 @@ def main() -> None:
     for case in work["cases"]:
         for compiled in ways:
             peer = "torch_compile" if compiled else "torch_eager"
-            found = {"peer": peer, "case": case["case"]}
+            result = {"peer": peer, "case": case["case"]}
             try:
-                found |= measure(work, case, compiled, device)
+                result |= measure(work, case, compiled, device)
             except (RuntimeError, ValueError) as error:
-                found["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            print(json.dumps(found), flush=True)
+                result["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            print(json.dumps(result), flush=True)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
@@ -72,11 +72,11 @@ def measure(work: dict[str, Any], case: dict[str, Any], compiled: bool, device: 
         step()
         synchronize()
         seconds.append(time.perf_counter() - start)
-    found: dict[str, Any] = {"seconds": seconds}
+    result: dict[str, Any] = {"seconds": seconds}
     if device == "cuda":
-        found["memory_bytes"] = torch.cuda.max_memory_allocated()
+        result["memory_bytes"] = torch.cuda.max_memory_allocated()
     names = ("torch", "transformers")
-    return found | {"versions": {name: importlib.metadata.version(name) for name in names}}
+    return result | {"versions": {name: importlib.metadata.version(name) for name in names}}
 
 
 def make_step(
@@ -87,7 +87,7 @@ def make_step(
     rows, longest, prompt = len(case["lengths"]), max(case["lengths"]), case["prompt_length"]
     vocab_size = work["hf_config"]["vocab_size"]
     tokens = torch.randint(0, vocab_size, (rows, longest), device=device)
-    # Position t predicts token t + 1: those of the response, up to each row's length.
+    # Position t predicts token t + 1: the response, up to each row's length.
     position = torch.arange(1, longest, device=device)
     mask = (position >= prompt) & (position < lengths[:, None])
     weights = torch.randn(rows, longest - 1, device=device) * mask

@@ -100,8 +100,8 @@ class Rewards:
         return list(scores)
 
     def _score(self, answer: str, truth: Any) -> float:
-        found = self._fn(answer, truth, **self._settings)
-        return float(found["score"] if isinstance(found, dict) else found)
+        score = self._fn(answer, truth, **self._settings)
+        return float(score["score"] if isinstance(score, dict) else score)
 
 
 class Iterations(TrainerCallback):
@@ -121,8 +121,8 @@ class Iterations(TrainerCallback):
             self._device.synchronize()
         now, step = time.perf_counter(), state.global_step // self._updates
         assert len(self._rewards.means) == step, "TRL generated more or less than once a step"
-        found = {"step": step, "reward": self._rewards.means[-1], "seconds": now - self._last}
-        report(self._out, {"peer": "trl"} | found)
+        record = {"step": step, "reward": self._rewards.means[-1], "seconds": now - self._last}
+        report(self._out, {"peer": "trl"} | record)
         self._last = now
 
 
@@ -131,13 +131,13 @@ def check_tokens(trainer: Any, work: dict[str, Any]) -> None:
     if sorted(trainer.eos_token_ids) != work["stop_ids"]:
         sys.exit(f"TRL stops at the tokens {trainer.eos_token_ids}, we at {work['stop_ids']}")
     ids, *_ = trainer._tokenize_prompts([row["prompt"] for row in work["rows"]])
-    for row, found in zip(work["rows"], ids, strict=True):
-        if list(found) != row["token_ids"]:
-            sys.exit(f"TRL reads {row['prompt']} as {list(found)}, we as {row['token_ids']}")
+    for row, tokens in zip(work["rows"], ids, strict=True):
+        if list(tokens) != row["token_ids"]:
+            sys.exit(f"TRL reads {row['prompt']} as {list(tokens)}, we as {row['token_ids']}")
 
 
 def effective(trainer: Any) -> dict[str, Any]:
-    """What the trainer will really do, from its parts where there are such."""
+    """Read the trainer's settings, from its parts where there are such."""
     args, sampling, model = trainer.args, trainer.generation_config, trainer.model
     names = """per_device_train_batch_size gradient_accumulation_steps steps_per_generation
         generation_batch_size num_iterations num_generations max_steps learning_rate
@@ -147,13 +147,13 @@ def effective(trainer: Any) -> dict[str, Any]:
         shuffle_dataset use_vllm use_transformers_continuous_batching bf16 tf32
         gradient_checkpointing seed""".split()
     sampler = "do_sample temperature top_p top_k min_p max_new_tokens repetition_penalty".split()
-    found = {name: getattr(args, name) for name in names}
-    found |= {f"generation.{name}": getattr(sampling, name) for name in sampler}
-    found |= {name: getattr(args, name).value for name in ("optim", "lr_scheduler_type")}
-    found["attention"] = model.config._attn_implementation
-    found["weights"] = sorted({str(p.dtype) for p in model.parameters()})
-    found["reference"] = trainer.ref_model is not None
-    return found
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {f"generation.{name}": getattr(sampling, name) for name in sampler}
+    settings |= {name: getattr(args, name).value for name in ("optim", "lr_scheduler_type")}
+    settings["attention"] = model.config._attn_implementation
+    settings["weights"] = sorted({str(p.dtype) for p in model.parameters()})
+    settings["reference"] = trainer.ref_model is not None
+    return settings
 
 
 def report(out: Any, record: dict[str, Any]) -> None:

@@ -43,14 +43,14 @@ PAD, END = 0, 1  # tokens that are in no prompt
 def main() -> None:
     work, out = json.load(sys.stdin), sys.stdout
     for case in work["cases"]:
-        found: dict[str, Any] = {"peer": "trl", "case": case["case"]}
+        result: dict[str, Any] = {"peer": "trl", "case": case["case"]}
         # Only our lines go to stdout, whatever the libraries print.
         with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
             try:
-                found |= measure(work, case, folder)
+                result |= measure(work, case, folder)
             except (RuntimeError, ValueError) as error:
-                found["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-        print(json.dumps(found), file=out, flush=True)
+                result["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        print(json.dumps(result), file=out, flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -131,9 +131,9 @@ class Steps(TrainerCallback):
         self._tokens, self._rng, self._last = tokens, random.Random(0), 0.0
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        found = sum(map(len, completion_ids))
-        if found != self._tokens:
-            raise ValueError(f"generated {found} tokens, and {self._tokens} were asked for")
+        generated = sum(map(len, completion_ids))
+        if generated != self._tokens:
+            raise ValueError(f"generated {generated} tokens, and {self._tokens} were asked for")
         return [float(self._rng.random() < 0.5) for _ in completion_ids]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -49,13 +49,13 @@ def main() -> None:
             seed=0,
         )
         for case in work["cases"]:
-            found: dict[str, Any] = {"peer": "vllm", "case": case["case"]}
+            result: dict[str, Any] = {"peer": "vllm", "case": case["case"]}
             try:
-                found["seconds"] = measure(engine, case, work)
-                found["versions"] = {"vllm": importlib.metadata.version("vllm")}
+                result["seconds"] = measure(engine, case, work)
+                result["versions"] = {"vllm": importlib.metadata.version("vllm")}
             except (RuntimeError, ValueError) as error:
-                found["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-            print(json.dumps(found), flush=True)
+                result["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            print(json.dumps(result), flush=True)
 
 
 def measure(engine: Any, case: dict[str, Any], work: dict[str, Any]) -> list[float]:

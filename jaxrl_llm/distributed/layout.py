@@ -175,6 +175,17 @@ def generation_layout(mesh: Mesh, num_kv_heads: int, *, tensor: int = 0) -> Layo
     return Layout(mesh, _by_heads(mesh, heads, num_kv_heads).replace(batch=tuple(rows)))
 
 
+def layouts_of(
+    mesh: Mesh, num_kv_heads: int, *, train: int = 0, passes: int = 0, generation: int = 0
+) -> tuple[Layout, Layout, Layout]:
+    """The layouts of updates, of passes without a gradient and of generation, by tensor size."""
+    return (
+        train_layout(mesh, num_kv_heads, tensor=train),
+        train_layout(mesh, num_kv_heads, tensor=passes),
+        generation_layout(mesh, num_kv_heads, tensor=generation),
+    )
+
+
 def _by_heads(mesh: Mesh, heads: tuple[str, ...], num_kv_heads: int) -> ShardingRules:
     kv_axes = _kv_axes(mesh, heads, num_kv_heads)
     return ShardingRules(vocab=heads, q_heads=heads, kv_heads=kv_axes, mlp=heads)

@@ -1,6 +1,6 @@
 """The roles of a config, placed on its mesh: model, layouts, optimizer, sizes of passes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,15 +12,14 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint.stored_models import BASE, CRITIC_BASE
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.distributed.gathering import gathering, switch_and_gather
 from jaxrl_llm.distributed.layout import (
     Layout,
-    constrained,
     generation_layout,
+    layouts_of,
     shard_rows,
     shard_stacked,
-    train_layout,
 )
-from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import check_host_memory, shardings
 from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
@@ -43,7 +42,6 @@ from jaxrl_llm.learner.train_state import (
 )
 from jaxrl_llm.models.base import ModelSpec, draw_params, merge_adapters
 from jaxrl_llm.models.config import Kind
-from jaxrl_llm.models.decoder import period_of
 from jaxrl_llm.models.hf import few_features
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
@@ -225,33 +223,36 @@ def make_role(
     gradient has the same bits in every run. `strict` is for roles whose log-probs are compared with
     the sampler's.
     """
-    phases = phases or MeshConfig()
-    num_kv_heads = spec.config.num_kv_heads
-    own = settings.tensor
-    layout = train_layout(mesh, num_kv_heads, tensor=own)
-    of_passes = train_layout(mesh, num_kv_heads, tensor=phases.passes.tensor or own)
-    generation = generation_layout(mesh, num_kv_heads, tensor=phases.generation.tensor or own)
+    phases, own = phases or MeshConfig(), settings.tensor
+    layout, passes_layout, generation = layouts_of(
+        mesh,
+        spec.config.num_kv_heads,
+        train=own,
+        passes=phases.passes.tensor or own,
+        generation=phases.generation.tensor or own,
+    )
+    pipeline = _pipeline(layout, phases, spec)
+    axes, shapes = spec.axes, spec.params
     forward = ForwardSettings(
         dtype=settings.dtype,
         attention="exact" if exact and settings.attention == "auto" else settings.attention,
         remat=settings.remat,
         scan_layers=settings.scan_layers,
         residual_dtype=settings.residual_dtype,
-        gather=gather_to(layout, spec),
+        gather=gathering(layout, axes, shapes),
         layout=layout if mesh.size > 1 else None,
-        pipeline=_pipeline(layout, phases, spec),
+        pipeline=pipeline,
         strict=strict,
     )
     passes = forward
-    if of_passes != layout:
+    if passes_layout != layout:
+        gather = switch_and_gather(layout, passes_layout, axes, shapes)
         passes = replace(
             forward,
-            gather=switch_and_gather(layout, of_passes, spec),
-            layout=of_passes,
-            pipeline=_pipeline(of_passes, phases, spec),
+            gather=gather,
+            layout=passes_layout,
+            pipeline=_pipeline(passes_layout, phases, spec),
         )
-    if settings.scan_layers:
-        _check_scan(name, spec, forward.pipeline or passes.pipeline)
     return Role(
         name=name,
         spec=spec,
@@ -259,7 +260,7 @@ def make_role(
         passes=passes,
         layout=layout,
         generation=generation,
-        param_shardings=shardings(spec.axes, spec.params, mesh, layout.rules),
+        param_shardings=shardings(axes, shapes, mesh, layout.rules),
         data_groups=_data_groups(layout, spec, forward),
     )
 
@@ -351,71 +352,6 @@ def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | 
     pipeline.check(spec.config)
     pipeline.check_adapters(spec.config, spec.params["decoder"]["layers"])
     return pipeline
-
-
-def _check_scan(role: str, spec: ModelSpec, pipeline: Pipeline | None) -> None:
-    """Raises: ValueError for layers that no loop can run."""
-    layers = spec.params["decoder"]["layers"]  # those of experts or with adapters differ
-    kinds = [
-        (kind, jax.tree.structure(layers[str(i)])) for i, kind in enumerate(spec.config.layer_kinds)
-    ]
-    if pipeline is not None:  # of which leading layers are no part
-        kinds = kinds[spec.config.num_leading_layers :]
-        kinds = kinds[: len(kinds) // (pipeline.stages * pipeline.rounds)]
-    try:
-        period_of(kinds)
-    except ValueError as error:
-        raise ValueError(f"config.{role}.scan_layers: {error}") from None
-
-
-def switch_and_gather(
-    source: Layout, target: Layout, spec: ModelSpec
-) -> Callable[[Params], Params]:
-    """Brings all parameters from `source` to `target`, then gathers as `gather_to` does."""
-    before, after = (
-        shardings(spec.axes, spec.params, layout.mesh, layout.rules) for layout in (source, target)
-    )
-    gather = gather_to(target, spec)
-
-    def switch(params: Params) -> Params:
-        places = (_part_of(each, params) for each in (before, after))
-        return gather(to_layout(params, *places))
-
-    return switch
-
-
-def _part_of(tree: Params, params: Params) -> Params:
-    """The leaves of `tree` that `params` has: merged weights have no adapters."""
-    return {
-        name: _part_of(tree[name], value) if isinstance(value, dict) else tree[name]
-        for name, value in params.items()
-    }
-
-
-def gather_to(layout: Layout, spec: ModelSpec) -> Callable[[Params], Params]:
-    """Gathers the vocabulary tables over fsdp before a training pass uses them.
-
-    A lookup in the stored layout of the embedding makes the partitioner move activations in every
-    later layer. With a gathered table it gathers each weight where it is used, as ZeRO stage 3
-    does. Gathering all weights here would hold them all at once. The sharded optimizer state
-    scatters the gradients back to the stored layout.
-    """
-    if layout.mesh.size == 1:
-        return lambda params: params
-    axes = spec.axes
-    use = shardings(axes, spec.params, layout.mesh, layout.rules.replace(embed=None))
-
-    def gather(names: tuple[str, ...], sharding: Any, param: jax.Array) -> jax.Array:
-        if "vocab" not in names:
-            return param
-        # Without the barrier the partitioner gathers float32, as it was before the cast.
-        return constrained(jax.lax.optimization_barrier(param), sharding)
-
-    def gathered(params: Params) -> Params:
-        names, places = (_part_of(tree, params) for tree in (axes, use))
-        return jax.tree.map(gather, names, places, params, is_leaf=lambda x: isinstance(x, tuple))
-
-    return gathered
 
 
 # ------------------------------------------------------------------------- sizes

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner import H200, large
+from test_estimate import H200, large
 from tiny_models import HYBRID_EXPERTS
 
 from jaxrl_llm import config as c

@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_planner import EVERY_AXIS, H200, WIDE, collectives
-from test_planner import tiny as tiny_config
+from test_estimate import EVERY_AXIS, H200, WIDE, collectives
+from test_estimate import tiny as tiny_config
 from tiny import HYBRID
-from tiny_models import described_models
 
 from jaxrl_llm import config as c
 from jaxrl_llm.config import load_config
@@ -22,7 +21,6 @@ from jaxrl_llm.estimate.traffic import of_update
 from jaxrl_llm.estimate.work import work_of
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
 from jaxrl_llm.kernels.mesh_split import MeshSplit
-from jaxrl_llm.plan.model_rules import check_hybrids
 
 HALVES = WIDE | HYBRID | {"num_hidden_layers": 4}  # a rule in every second layer
 
@@ -36,9 +34,11 @@ def test_the_search_tries_every_axis_and_nothing_that_is_refused():
     config = hybrid()
     meshes = list(_meshes(work_of(config), 8, 4))
     assert {axis for mesh in meshes for axis, size in mesh.sizes.items() if size > 1} == EVERY_AXIS
-    models = described_models(config)
+    (model,) = {model.config for model in work_of(config).models.values()}
     for mesh in meshes:
-        check_hybrids(replace(config, mesh=mesh), models)
+        assert model.splits_alike(mesh.pipeline * mesh.pipeline_rounds)
+        for tensor in (mesh.tensor, mesh.generation.tensor or 1, mesh.passes.tensor or 1):
+            assert model.delta.key_heads % tensor == 0
 
 
 WHOLE = pytest.param(2, marks=pytest.mark.slow)

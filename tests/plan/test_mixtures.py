@@ -68,28 +68,37 @@ def test_routes_are_recorded_and_replayed_unless_switched_off():
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ({"vocab_size": 96}, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0 works"),
-        ({"vocab_size": 96}, {"actor": {"router_aux_loss_by_layer": True}}, "by_layer=false works"),
-        ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=1 --config.mesh.fsdp=2 works"),
+        (
+            {"vocab_size": 96},
+            {"actor": {"router_z_loss_coef": 0.1}},
+            "z_loss_coef=0.1: .*no routers",
+        ),
+        (
+            {"vocab_size": 96},
+            {"actor": {"router_aux_loss_by_layer": True}},
+            "True: .*no routers",
+        ),
+        ({"vocab_size": 96}, {"mesh": {"expert": 2}}, "mesh.expert=2: no model .*has experts"),
         (EXPERTS, {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}}, "targets=q_proj,k_proj"),
         (OLMOE, {}, "olmoe has no scalar model"),
-        (GPT_OSS, {"exact": "off", "actor": {"attention": "cudnn"}}, "sinks.*actor.attention=auto"),
-        (GEMMA_2, {"exact": "off", "actor": {"attention": "cudnn"}}, "cap.*actor.attention=auto"),
-        (EXPERTS, {"actor": {"router_bias_rate": 0.1}}, "softmax.*no such bias.*bias_rate=0 works"),
-        (DEEPSEEK, {"actor": {"router_z_loss_coef": 0.1}}, "sigmoid.*no such loss.*coef=0 works"),
-        ({"vocab_size": 96}, {"actor": {"router_bias_rate": 0.1}}, "router_bias_rate=0 works"),
+        (EXPERTS, {"actor": {"router_bias_rate": 0.1}}, "router_bias_rate=0.1: .*softmax"),
+        (DEEPSEEK, {"actor": {"router_z_loss_coef": 0.1}}, "router_z_loss_coef=0.1: .*sigmoid"),
+        (
+            {"vocab_size": 96},
+            {"actor": {"router_bias_rate": 0.1}},
+            "bias_rate=0.1: .*no routers",
+        ),
         (
             DEEPSEEK,
             {"actor": {"lora": LoraConfig(rank=2, dropout=0.1)}},
             "targets=q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj$",
         ),
-        (DEEPSEEK, {"actor": {"scan_layers": True}}, "set scan_layers to false"),
         (DEEPSEEK, {"exact": "strict"}, "with latent are not .*exact=repeatable"),
         (GPT_OSS | {"sliding_window": None, "layer_types": None}, {"exact": "strict"}, "sinks"),
         (DEEPSEEK | {"num_key_value_heads": 2}, {}, "num_kv_heads 2 with latent attention"),
     ],
 )
-def test_what_is_not_done_is_refused_with_a_remedy(model, changes, message):
+def test_what_is_not_done_is_refused(model, changes, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         planned(model, **changes)
 

@@ -50,12 +50,12 @@ class Conversion:
     missing: tuple[str, ...]  # files, folders and packages that are not on this machine
 
     def of_kind(self, kind: type) -> list[Converted]:
-        return [found for found in self.keys if isinstance(found.answer, kind)]
+        return [converted for converted in self.keys if isinstance(converted.answer, kind)]
 
     @property
     def by_default(self) -> dict[str, Any]:
         """Our keys with values that no key asked for."""
-        asked = [found.answer for found in self.of_kind(Ours)]
+        asked = [converted.answer for converted in self.of_kind(Ours)]
         named = {name for answer in asked for name in answer.values}  # pyright: ignore
         return {
             name: value
@@ -74,16 +74,16 @@ def convert(source: Source, dialect: Dialect) -> Conversion:
 
     Raises: ConfigError for a value that cannot work, and where the sizes do not fit.
     """
-    answers = {key: answer(key, value, source, dialect) for key, value in source.given.items()}
+    answers = {key: answer(key, value, source, dialect) for key, value in source.settings.items()}
     defaults = {
         key: answer(key, value, source, dialect)
         for key, value in source.defaults.items()
-        if key not in source.given
+        if key not in source.settings
     }
     values: dict[str, Any] = {}
-    for found in (*defaults.values(), *answers.values()):
-        if isinstance(found, Ours):
-            values |= found.values
+    for each in (*defaults.values(), *answers.values()):
+        if isinstance(each, Ours):
+            values |= each.values
     notes = dialect.finish(source, values)
     _drop_settings(values, answers)
     config = _build(values)
@@ -91,7 +91,7 @@ def convert(source: Source, dialect: Dialect) -> Conversion:
     return Conversion(
         config=config,
         keys=tuple(
-            Converted(key=key, value=source.given[key], answer=answer)
+            Converted(key=key, value=source.settings[key], answer=answer)
             for key, answer in answers.items()
         ),
         values=_changed(config),
@@ -194,9 +194,11 @@ def _differences(ours: Any, plain: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _defaults_of(kind: Any) -> dict[str, Any]:
     """The defaults of a record; fields without one are left out."""
-    fields = fields_of(KINDS[kind]).items()
-    given = {n: f.get_default(call_default_factory=True) for n, f in fields if not f.is_required()}
-    return {name: as_dict(value) for name, value in given.items()}
+    return {
+        name: as_dict(field.get_default(call_default_factory=True))
+        for name, field in fields_of(KINDS[kind]).items()
+        if not field.is_required()
+    }
 
 
 # ------------------------------------------------------------------------- the check

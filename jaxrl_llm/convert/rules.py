@@ -47,7 +47,7 @@ Rule = str | NotNeeded | NoCounterpart | Callable[[Any, "Source"], Answer]
 class Source:
     """A command line of another library: what was given, its defaults, and the run's sizes."""
 
-    given: Mapping[str, Any]
+    settings: Mapping[str, Any]
     defaults: Mapping[str, Any]
     devices: int
     rows: int = 0  # of the training data; 0 is not known
@@ -55,7 +55,7 @@ class Source:
 
     def get(self, *keys: str) -> Any:
         """The value of the first of these keys that is given, else of the first with a default."""
-        for table in (self.given, self.defaults):
+        for table in (self.settings, self.defaults):
             for key in keys:
                 if key in table:
                     return table[key]

@@ -26,17 +26,17 @@ def convert_trl(words: Sequence[str], *, rows: int = 0, devices: int = 0) -> Con
     if at is None:
         raise ConfigError("it has no command of TRL, such as `trl grpo` or `python grpo.py`")
     trainer = _trainer(words[at])
-    given = _settings(words[at + 1 :])
-    processes = given.pop("num_processes", None) or _flag(words[:at], "num_processes")
-    file = given.pop("config", None)
+    settings = _settings(words[at + 1 :])
+    processes = settings.pop("num_processes", None) or _flag(words[:at], "num_processes")
+    file = settings.pop("config", None)
     if file is not None:
-        given = _yaml(Path(str(file)).expanduser()) | given
-    given = {_positive(key): _truth(key, value) for key, value in given.items()}
+        settings = _yaml(Path(str(file)).expanduser()) | settings
+    settings = {_positive(key): _truth(key, value) for key, value in settings.items()}
     source = Source(
-        given=given,
+        settings=settings,
         defaults=COMMON_DEFAULTS | DEFAULTS[trainer],
         devices=devices or processes or 1,
-        rows=rows or rows_of([str(given.get("dataset_name", ""))]),
+        rows=rows or rows_of([str(settings.get("dataset_name", ""))]),
         trainer=trainer,
     )
     return convert(source, TRL)
@@ -101,7 +101,7 @@ def _truth(key: str, value: Any) -> Any:
 
 
 def _flag(words: Sequence[str], name: str) -> int:
-    """A number that the launcher is given; 0 without one."""
+    """A number on the command line of the launcher; 0 without one."""
     for i, word in enumerate(words):
         flag, equals, text = word.partition("=")
         if flag.lstrip("-").replace("-", "_") in (name, "nproc_per_node"):

@@ -117,8 +117,8 @@ def _dtype(value: Any, source: Source) -> Answer:
 
 
 def _bf16(value: Any, source: Source) -> Answer:
-    given = source.given.get("dtype", source.given.get("torch_dtype"))
-    if given in ("bfloat16", "float32") and "bf16" not in source.given:
+    dtype = source.settings.get("dtype", source.settings.get("torch_dtype"))
+    if dtype in ("bfloat16", "float32") and "bf16" not in source.settings:
         return Ours({})
     return Ours({"actor.dtype": "bfloat16" if value else "float32"})
 

@@ -106,31 +106,31 @@ def set_steps(source: Source, values: dict[str, Any], notes: list[str], each: in
 
 def _interval(source: Source, what: str, total: int, each: int, notes: list[str]) -> int:
     """Our steps between two events; 0 is only at the end."""
-    strategy, given = source.get(f"{what}_strategy"), source.number(f"{what}_steps")
+    strategy, steps = source.get(f"{what}_strategy"), source.number(f"{what}_steps")
     if strategy == "no":
         return 0
-    if strategy == "epoch" or given < 1:
+    if strategy == "epoch" or steps < 1:
         epochs = source.number("num_train_epochs") or 1
-        share = 1 / epochs if strategy == "epoch" else given
+        share = 1 / epochs if strategy == "epoch" else steps
         if not total:
             notes.append(f"{what}_strategy: with unknown rows it is only at the end")
             return 0
         return max(1, round(share * total))
-    return max(1, round(given / each))
+    return max(1, round(steps / each))
 
 
 def _set_warmup(source: Source, values: dict[str, Any], notes: list[str], updates: int) -> None:
     """Optimizer steps of the warm-up; below 1 it is a share."""
-    given = source.number("warmup_steps") or source.number("warmup_ratio")
-    if 0 < given < 1:
+    steps = source.number("warmup_steps") or source.number("warmup_ratio")
+    if 0 < steps < 1:
         if not updates:
             notes.append(
-                f"actor.optimizer.warmup_steps: {given:g} of a number of steps that is not known; "
+                f"actor.optimizer.warmup_steps: {steps:g} of a number of steps that is not known; "
                 "--rows=N computes it"
             )
             return
-        given = math.ceil(given * updates)
-    if given:
-        values["actor.optimizer.warmup_steps"] = int(given)
+        steps = math.ceil(steps * updates)
+    if steps:
+        values["actor.optimizer.warmup_steps"] = int(steps)
         if source.trainer == "ppo":
-            values["critic.optimizer.warmup_steps"] = int(given)
+            values["critic.optimizer.warmup_steps"] = int(steps)

@@ -600,13 +600,13 @@ def _set_distillation(source: Source, values: dict[str, Any]) -> None:
 
 def _set_chat_variables(source: Source, values: dict[str, Any]) -> None:
     folder = "data.apply_chat_template_kwargs."
-    found = {
+    variables = {
         key.removeprefix(folder): value
-        for key, value in source.given.items()
+        for key, value in source.settings.items()
         if key.startswith(folder)
     }
-    if found:
-        values["data.chat_template_kwargs"] = found
+    if variables:
+        values["data.chat_template_kwargs"] = variables
 
 
 def _set_critic(source: Source, values: dict[str, Any]) -> None:

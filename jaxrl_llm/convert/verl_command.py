@@ -36,7 +36,7 @@ def convert_verl(words: Sequence[str], *, rows: int = 0, devices: int = 0) -> Co
     defaults = SFT_DEFAULTS if is_supervised else DEFAULTS
     files = map(str, many(settings.get("data.train_files")))
     source = Source(
-        given=settings,
+        settings=settings,
         defaults=defaults,
         devices=devices or _devices(words[:entry], settings, defaults),
         rows=rows or rows_of(files),
@@ -48,14 +48,15 @@ def counterpart(key: str, text: str) -> str:
     """What a key of verl is here, as a sentence; empty where verl has no such key."""
     if rule_of(key, VERL.table) is None:
         return ""
-    with suppress(ConfigError):  # of a value that cannot be
+    with suppress(ConfigError):  # the value may be wrong
         value = value_of(text)
-        found = answer(key, value, Source(given={key: value}, defaults=DEFAULTS, devices=1), VERL)
-        if isinstance(found, NotNeeded):
-            return f"verl's {key} is not needed here: {found.why}"
+        source = Source(settings={key: value}, defaults=DEFAULTS, devices=1)
+        reply = answer(key, value, source, VERL)
+        if isinstance(reply, NotNeeded):
+            return f"verl's {key} is not needed here: {reply.why}"
         # Without values, or without a counterpart, it may depend on other keys.
-        if isinstance(found, Ours) and found.values and text:
-            flags = [_flag_of(name, ours) for name, ours in found.values.items()]
+        if isinstance(reply, Ours) and reply.values and text:
+            flags = [_flag_of(name, ours) for name, ours in reply.values.items()]
             return f"verl's {key}={text} is {' '.join(flags)} here"
     return f"{key} is a key of verl; {CONVERTS}"
 
@@ -85,11 +86,13 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _devices(before: Sequence[str], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
-    """Devices of the run: of the trainer's keys, or of torchrun's."""
+def _devices(
+    launcher: Sequence[str], settings: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> int:
+    """Devices of the run, by the trainer's keys, or by torchrun's flags."""
 
     def number(key: str, flag: str) -> int:
-        value = given.get(key, _flag(before, flag))
+        value = settings.get(key, _flag(launcher, flag))
         if value is None:
             value = defaults.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

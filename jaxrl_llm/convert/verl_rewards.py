@@ -35,23 +35,23 @@ def _set_model(source: Source, values: dict[str, Any]) -> None:
 def _by_files(source: Source, values: dict[str, Any], notes: list[str]) -> list[Any]:
     """verl looks the reward up by the rows' data_source; the names of the files hint at it."""
     names = " ".join(str(file).lower() for file in many(source.get("data.train_files")))
-    found = [
+    graders = [
         {"kind": kind}
         for kind, hints in (("gsm8k", ("gsm8k",)), ("math_answer", ("math", "dapo", "aime")))
         if any(hint in names for hint in hints)
     ]
-    kinds = ", ".join(grader["kind"] for grader in found)
+    kinds = ", ".join(grader["kind"] for grader in graders)
     notes.append(
         "reward.functions: verl picks a function by the data_source of each row. "
-        + (f"The names of the files suggest {kinds}" if found else "exact_answer stands in")
-        + ("; on every row they are added" if len(found) > 1 else "")
+        + (f"The names of the files suggest {kinds}" if graders else "exact_answer stands in")
+        + ("; on every row they are added" if len(graders) > 1 else "")
         + "; compare it with your data (docs/write-a-reward.md)"
     )
-    found = found or [{"kind": "exact_answer"}]
-    values["validation.grader"] = found[-1]
-    if len(found) > 1:
+    graders = graders or [{"kind": "exact_answer"}]
+    values["validation.grader"] = graders[-1]
+    if len(graders) > 1:
         values["validation.graders"] = [{"source": GSM8K_SOURCE, "grader": {"kind": "gsm8k"}}]
-    return found
+    return graders
 
 
 def _overlong(source: Source) -> list[Any]:

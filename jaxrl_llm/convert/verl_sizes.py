@@ -20,9 +20,9 @@ def updates_a_step(source: Source, epochs: int) -> int:
 
 def set_steps(source: Source, values: dict[str, Any], notes: list[str]) -> None:
     """`total_steps` from verl's number, or from epochs and rows."""
-    given = source.get("trainer.total_training_steps")
+    steps = source.get("trainer.total_training_steps")
     batch, epochs = source.count("data.train_batch_size"), source.whole("trainer.total_epochs")
-    if given is not None:
+    if steps is not None:
         values["total_steps"] = source.whole("trainer.total_training_steps")
     elif source.rows:
         values["total_steps"] = max(1, source.rows // batch) * epochs
@@ -36,7 +36,7 @@ def set_steps(source: Source, values: dict[str, Any], notes: list[str]) -> None:
 def set_schedules(source: Source, values: dict[str, Any], notes: list[str]) -> None:
     """Warm-ups in optimizer steps."""
     epochs = source.whole(f"{ACTOR}.ppo_epochs")
-    for theirs, ours, own in (
+    for theirs, ours, own_epochs in (
         (ACTOR, "actor", epochs),
         (CRITIC, "critic", source.whole("critic.ppo_epochs") or epochs),
     ):
@@ -51,7 +51,7 @@ def set_schedules(source: Source, values: dict[str, Any], notes: list[str]) -> N
                 continue
             steps = int(ratio * values["total_steps"])
         if steps > 0:
-            values[f"{ours}.optimizer.warmup_steps"] = steps * updates_a_step(source, own)
+            values[f"{ours}.optimizer.warmup_steps"] = steps * updates_a_step(source, own_epochs)
 
 
 def set_mesh(source: Source, values: dict[str, Any]) -> None:

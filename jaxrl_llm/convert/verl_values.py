@@ -140,9 +140,9 @@ def dtype_at(key: str) -> Rule:
     names = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
     def rule(value: Any, source: Source) -> Answer:
-        found = names.get(str(value), str(value))
-        if found in ("bfloat16", "float32"):
-            return Ours({key: found})
+        dtype = names.get(str(value), str(value))
+        if dtype in ("bfloat16", "float32"):
+            return Ours({key: dtype})
         return NoCounterpart(f"{key} is float32 or bfloat16")
 
     return rule

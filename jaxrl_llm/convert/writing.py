@@ -16,20 +16,20 @@ WIDTH = 100
 TITLES = {"verl": "verl", "trl": "TRL"}
 
 
-def file_of(found: Conversion, library: str) -> str:
+def file_of(conversion: Conversion, library: str) -> str:
     """The Python file of a conversion; its docstring says what to look at before a run."""
-    todo = [f"{each.key}: {_remedy(each)}" for each in found.of_kind(NoCounterpart)]
+    todo = [f"{each.key}: {_remedy(each)}" for each in conversion.of_kind(NoCounterpart)]
     parts = [f"Converted from a command line of {TITLES[library]} by `jaxrl convert-config`."]
-    if found.notes:
-        parts += ["Look at:", *(f"- {note}" for note in found.notes)]
+    if conversion.notes:
+        parts += ["Look at:", *(f"- {note}" for note in conversion.notes)]
     if todo:
         parts += ["No counterpart:", *(f"- {each}" for each in todo)]
-    return python_file(found.config, _docstring(parts))
+    return python_file(conversion.config, _docstring(parts))
 
 
-def _remedy(found: Converted) -> str:
-    assert isinstance(found.answer, NoCounterpart)
-    return found.answer.remedy
+def _remedy(converted: Converted) -> str:
+    assert isinstance(converted.answer, NoCounterpart)
+    return converted.answer.remedy
 
 
 def _docstring(parts: list[str]) -> str:
@@ -64,7 +64,7 @@ def expression(value: Any, *, indent: int, prefix: int = 0) -> str:
     """A value as Python; on one line if it fits behind `indent` and `prefix` characters."""
     if isinstance(value, Record):
         name = f"c.{type(value).__name__}"
-        entries = [(f"{field}=", given) for field, given in changed(value)]
+        entries = [(f"{field}=", entry) for field, entry in changed(value)]
         return _call(f"{name}(", entries, ")", indent, prefix)
     if isinstance(value, Mapping):
         entries = [(f"{_text(key)}: ", entry) for key, entry in value.items()]
@@ -92,15 +92,15 @@ def _call(
 
 def changed(record: Record) -> list[tuple[str, Any]]:
     """The fields of a record that are not its class's defaults, in order."""
-    found: list[tuple[str, Any]] = []
+    fields: list[tuple[str, Any]] = []
     for name, entry in fields_of(record).items():
         value = getattr(record, name)
         default = (
             entry.get_default(call_default_factory=True) if not entry.is_required() else MISSING
         )
         if value != default:
-            found.append((name, value))
-    return found
+            fields.append((name, value))
+    return fields
 
 
 def _text(value: Any) -> str:

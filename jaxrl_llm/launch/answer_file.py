@@ -35,13 +35,13 @@ def answer_file(
     Raises: ConfigError for a row without a prompt, with one that is too long, or with a column that
         the answers would replace. It comes before `output` is made.
     """
-    found = list(prompt_rows(prompts))
-    if not found:
+    pairs = list(prompt_rows(prompts))
+    if not pairs:
         raise ConfigError(f"--prompts={prompts} has no row; give a file with prompts")
-    rows, given = [row for row, _ in found], [prompt for _, prompt in found]
+    rows, prompt_texts = [row for row, _ in pairs], [prompt for _, prompt in pairs]
     names = [f"{row.source} row {row.row}" for row in rows]
     _check_columns(rows, (*ANSWER_COLUMNS, *(TOKEN_COLUMNS if logprobs else ())))
-    read = read_prompts(given, model.tokenizer, chat=how.chat, names=names)
+    read = read_prompts(prompt_texts, model.tokenizer, chat=how.chat, names=names)
     check_lengths(model, read, names)
     done = 0
     with open(output, "x", encoding="utf-8") as file:
@@ -61,19 +61,19 @@ def prompt_rows(prompts: str) -> Iterator[tuple[RawRow, str | Sequence[Any]]]:
             if isinstance(row, BadRow):
                 raise ConfigError(f"{row.source} row {row.row}: {row.reason}")
             name = next((name for name in PROMPT_COLUMNS if row.data.get(name)), "")
-            found = row.data.get(name)
-            if isinstance(found, str):
+            prompt = row.data.get(name)
+            if isinstance(prompt, str):
                 try:
-                    found = messages_in(found, name)
+                    prompt = messages_in(prompt, name)
                 except ValueError as error:
                     raise ConfigError(f"{row.source} row {row.row}: {error}") from None
-            if not isinstance(found, str | list):
+            if not isinstance(prompt, str | list):
                 have = ", ".join(row.data) or "none"
                 raise ConfigError(
                     f"{row.source} row {row.row} has no column {', '.join(PROMPT_COLUMNS[:-1])} or "
                     f"{PROMPT_COLUMNS[-1]} with text or messages; its columns: {have}"
                 )
-            yield row, found
+            yield row, prompt
 
 
 def _check_columns(rows: Sequence[RawRow], ours: Sequence[str]) -> None:
@@ -86,12 +86,12 @@ def _check_columns(rows: Sequence[RawRow], ours: Sequence[str]) -> None:
 
 
 def _write(file: IO[str], row: dict[str, Any], answer: Answer, logprobs: bool) -> None:
-    found = answer.completions
+    completions = answer.completions
     line = row | {
-        "responses": [completion.text for completion in found],
-        "finished": [completion.finished for completion in found],
+        "responses": [completion.text for completion in completions],
+        "finished": [completion.finished for completion in completions],
     }
     if logprobs:
-        line["tokens"] = [[int(token) for token in completion.tokens] for completion in found]
-        line["logprobs"] = [[float(x) for x in completion.logprobs] for completion in found]
+        line["tokens"] = [[int(token) for token in completion.tokens] for completion in completions]
+        line["logprobs"] = [[float(x) for x in completion.logprobs] for completion in completions]
     file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

@@ -47,17 +47,17 @@ def chat(
 
 def _show(pieces: Iterator[str], out: TextIO) -> str:
     """Print the pieces of an answer; the answer, or what there is of it when Ctrl-C ends it."""
-    found: list[str] = []
+    answer: list[str] = []
     try:
         for piece in pieces:
-            found.append(piece)
+            answer.append(piece)
             # A model must not control the terminal; code has tabs.
             text = "".join(c if c in "\n\t" else printable(c) for c in piece)
             print(text, end="", file=out, flush=True)
     except KeyboardInterrupt:
         pass
     print(file=out, flush=True)
-    return "".join(found)
+    return "".join(answer)
 
 
 def typed_lines() -> Iterator[str]:

@@ -91,7 +91,7 @@ def keys_of(
     Defaults are those of `instance`, where the record that holds it changes some. A key without a
     comment has that of the nearest base class, or `about`: that of the field with the record.
     """
-    found: list[Key] = []
+    keys: list[Key] = []
     written = [comments(base) for base in cls.__mro__ if issubclass(base, Record)]
     for name, entry in fields_of(cls).items():
         key = f"{prefix}{name}"
@@ -102,11 +102,11 @@ def keys_of(
         value = default if instance is None else getattr(instance, name)
         comment = next((texts[name] for texts in written if texts.get(name)), about)
         if isinstance(value, Record) and not isinstance(value, Kind):
-            found += keys_of(type(value), f"{key}.", value, comment)
+            keys += keys_of(type(value), f"{key}.", value, comment)
             continue
         kind = type_name(entry.annotation, entry.metadata)
-        found.append(Key(key, kind, "" if required else _shown(value), comment))
-    return found
+        keys.append(Key(key, kind, "" if required else _shown(value), comment))
+    return keys
 
 
 def _shown(value: Any) -> str:
@@ -142,7 +142,7 @@ def comments(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _comments_of(module: str) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    classes: dict[str, dict[str, str]] = {}
     fields, above = {}, []
     for line in inspect.getsource(sys.modules[module]).splitlines():
         code, _, comment = f" {line}".partition(" # ")
@@ -150,11 +150,11 @@ def _comments_of(module: str) -> dict[str, dict[str, str]]:
             above += [comment] if comment else []
             continue
         if name := re.match(r" class (\w+)", code):
-            fields = found[name[1]] = {}
+            fields = classes[name[1]] = {}
         if name := re.match(r" {5}(\w+): ", code):
             fields[name[1]] = " ".join([*above, comment]).strip()
         above = []
-    return found
+    return classes
 
 
 def sections() -> Iterator[tuple[str, str, list[Key]]]:

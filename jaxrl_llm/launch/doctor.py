@@ -65,46 +65,46 @@ def examine(folder: Path) -> dict[str, Any]:
 
     Requires: all processes of the job call this, and each can write to `folder`.
     """
-    measured = [*_own_findings(folder), *_links()]
-    own = [asdict(finding) | {"slow": finding.slow} for finding in measured]
-    answer = {"host": platform.node(), "versions": versions(), "findings": own}
+    measured = [*_findings_of_process(folder), *_links()]
+    findings = [asdict(finding) | {"slow": finding.slow} for finding in measured]
+    answer = {"host": platform.node(), "versions": versions(), "findings": findings}
     gathered = gather_objects(answer, "doctor")
-    found = [
+    findings = [
         {"process": process, **finding}
         for process, answer in enumerate(gathered)
         for finding in answer["findings"]
     ]
-    found += _findings_of_all(folder, gathered)
+    findings += _findings_of_all(folder, gathered)
     return {
         "versions": gathered[0]["versions"],
         "devices": [f"{device.id} {device.device_kind}" for device in jax.devices()],
-        "findings": found,
-        "ok": not any(finding["slow"] for finding in found),
+        "findings": findings,
+        "ok": not any(finding["slow"] for finding in findings),
     }
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, of the packages that matter, and of the GPU driver if there is one."""
     installed = {item.name.lower(): item.version for item in importlib.metadata.distributions()}
-    found = {"python": platform.python_version()}
-    found |= {name: installed[name] for name in PACKAGES if name in installed}
+    packages = {"python": platform.python_version()}
+    packages |= {name: installed[name] for name in PACKAGES if name in installed}
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=DRIVER_S, check=False
             )
-            found["driver"] = (done.stdout.splitlines() or ["unknown"])[0]
+            packages["driver"] = (done.stdout.splitlines() or ["unknown"])[0]
         except subprocess.TimeoutExpired:
-            found["driver"] = f"(nvidia-smi gives no answer in {DRIVER_S:g} s)"
-    return found
+            packages["driver"] = f"(nvidia-smi gives no answer in {DRIVER_S:g} s)"
+    return packages
 
 
 # ------------------------------------------------------------------------- measurements
 
 
-def _own_findings(folder: Path) -> Iterator[Finding]:
-    """What this process finds in its host and its own devices, one after the other."""
+def _findings_of_process(folder: Path) -> Iterator[Finding]:
+    """Measure this process's host and devices, one after the other."""
     yield from _host(folder)
     devices = jax.local_devices()
     for device in devices:
@@ -224,23 +224,23 @@ def rounds(processes: int, *, ring: bool) -> list[list[tuple[int, int]]]:
     """
     if ring:
         links = [(n, n + 1) for n in range(processes - 1)]
-        found = [links[::2], links[1::2]]
+        parts = [links[::2], links[1::2]]
         if processes > 2:
             closing = (0, processes - 1)
-            found = [*found, [closing]] if processes % 2 else [found[0], [*found[1], closing]]
-        return [pairs for pairs in found if pairs]
+            parts = [*parts, [closing]] if processes % 2 else [parts[0], [*parts[1], closing]]
+        return [pairs for pairs in parts if pairs]
     # A tournament: number 0 stays, the others move on by one place after each round.
-    places, found = list(range(processes + processes % 2)), []
+    places, parts = list(range(processes + processes % 2)), []
     for _ in places[1:]:
         opposite = [sorted((places[n], places[-1 - n])) for n in range(len(places) // 2)]
-        found.append([(first, second) for first, second in opposite if second < processes])
+        parts.append([(first, second) for first, second in opposite if second < processes])
         places = [places[0], places[-1], *places[1:-1]]
-    return found
+    return parts
 
 
 def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
-    """What takes all processes together: an all-reduce over every device, the shared folder."""
-    found: list[Finding] = []
+    """Measure with all processes together: an all-reduce over every device, the shared folder."""
+    rows: list[Finding] = []
     devices = jax.devices()
     if len(devices) > 1:
         hosts = {answer["host"] for answer in answers}
@@ -249,28 +249,28 @@ def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:
         value = measuring.all_reduce_bandwidth([devices]) / 1e9
         everywhere = f"{len(devices)} devices, {len(answers)} processes"
         least = _share(LINK_SHARE, expected)
-        found.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, _TRANSPORT))
+        rows.append(Finding("all-reduce", everywhere, value, "GB/s", expected, least, _TRANSPORT))
     if len(answers) > 1:
         seen, locked = _processes_that_share(folder)
         place, count = str(folder), float(len(answers))
         remedy = "give a folder that all hosts have mounted"
-        found.append(Finding("shared folder", place, seen, "processes", count, count, remedy))
+        rows.append(Finding("shared folder", place, seen, "processes", count, count, remedy))
         remedy = "mount the file system with locks that reach all hosts"
-        found.append(Finding("locks are shared", place, locked, "processes", count, count, remedy))
-    return [{"process": 0, **asdict(finding), "slow": finding.slow} for finding in found]
+        rows.append(Finding("locks are shared", place, locked, "processes", count, count, remedy))
+    return [{"process": 0, **asdict(finding), "slow": finding.slow} for finding in rows]
 
 
 def _processes_that_share(folder: Path) -> tuple[float, float]:
-    """How many processes see the files of all in `folder`, and how many see the lock of process 0.
+    """Count the processes that see all files in `folder`, and those that see process 0's lock.
 
     The same in each process. The holder of the lock counts as one that sees it.
     """
     token, process = value_of_main(uuid.uuid4().hex, "doctor token"), jax.process_index()
     paths = [folder / f".doctor-{token}-{index}" for index in range(jax.process_count())]
     try:
-        with paths[process].open("w") as own:
+        with paths[process].open("w") as token_file:
             if process == 0:
-                _lock(own)
+                _lock(token_file)
             barrier("doctor wrote")
             seen = all(path.exists() for path in paths)
             locked = process == 0

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from jaxrl_llm.launch.command_line import count
 from jaxrl_llm.launch.process_group import (
     Output,
     free_port,
@@ -37,14 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--devices-per-process", type=int, default=0, help="0 shares GPUs equally")
+    parser.add_argument("--processes", type=count, required=True)
+    parser.add_argument(
+        "--devices-per-process", type=count, default=0, help="GPUs shared equally without it"
+    )
     arguments = read_arguments(parser, argv)
-    if arguments.processes < 1:
-        parser.error(f"--processes={arguments.processes}: must be 1 or more")
     number, devices = arguments.processes, arguments.devices_per_process
-    if devices < 0:
-        parser.error(f"--devices-per-process={devices}: must be 1 or more; 0 shares GPUs equally")
 
     def environments() -> list[dict[str, str]]:
         """With a port that is free now."""
@@ -105,15 +104,15 @@ def process_environments(
             f"{len(gpus)}; use --processes={max(1, len(gpus) // each)}, or JAX_PLATFORMS=cpu"
         )
     shared = shared_environment(environment, f"127.0.0.1:{free_port()}", processes)
-    result = []
+    environments = []
     for rank in range(processes):
-        own = {**shared, PROCESS_ID: str(rank)}
+        numbered = {**shared, PROCESS_ID: str(rank)}
         if use_gpus:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * each : (rank + 1) * each])
+            numbered["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * each : (rank + 1) * each])
         else:
-            own["JAX_NUM_CPU_DEVICES"] = str(each)
-        result.append(own)
-    return result
+            numbered["JAX_NUM_CPU_DEVICES"] = str(each)
+        environments.append(numbered)
+    return environments
 
 
 if __name__ == "__main__":

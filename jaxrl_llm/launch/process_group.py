@@ -78,8 +78,8 @@ class Output:
         """Print a line that process `rank` wrote to its stdout, or to its stderr."""
         target = sys.stderr if is_error else sys.stdout
         with self._lock:
-            if found := STEP.match(text):
-                self.step = int(found[1])
+            if step_line := STEP.match(text):
+                self.step = int(step_line[1])
             try:
                 target.write(f"[{rank}] {text.decode(errors='replace').rstrip()}\n")
                 target.flush()
@@ -103,11 +103,6 @@ def read_arguments(
         del arguments.command[0]
     if not arguments.command:
         parser.error("the program is missing: … -- scripts/train.py --config=…")
-    if arguments.restarts < 0:
-        parser.error(f"--restarts={arguments.restarts}: must be 0 or more")
-    program = arguments.command[0]
-    if program.endswith(".py") and not Path(program).is_file():
-        parser.error(f"{program} does not exist")
     return arguments
 
 

@@ -79,10 +79,10 @@ class Host:
     def _run(
         self, command: Sequence[str], environment: Mapping[str, str], folder: str | None
     ) -> None:
-        own = {name: value for name, value in os.environ.items() if name != _OF_RAY}
+        inherited = {name: value for name, value in os.environ.items() if name != _OF_RAY}
         where = None if folder is None else Path(folder)
         try:
-            self._process = start_process(command, {**own, **environment}, where)
+            self._process = start_process(command, {**inherited, **environment}, where)
         except OSError as error:
             self._lines.put((str(error).encode(), True))
             self._lines.put(1)
@@ -102,14 +102,14 @@ class Host:
 
         It waits at most LINES_WAIT_S for a line.
         """
-        found: list[tuple[bytes, bool] | int] = []
+        lines: list[tuple[bytes, bool] | int] = []
         try:
-            found.append(self._lines.get(timeout=LINES_WAIT_S))
-            while len(found) < MOST_LINES:
-                found.append(self._lines.get_nowait())
+            lines.append(self._lines.get(timeout=LINES_WAIT_S))
+            while len(lines) < MOST_LINES:
+                lines.append(self._lines.get_nowait())
         except queue.Empty:
             pass
-        return found
+        return lines
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
@@ -165,18 +165,18 @@ class RayHosts:
     ) -> "RayProcesses":
         folder = None if ray.get_runtime_context().runtime_env.get("working_dir") else os.getcwd()
         calls = [actor.describe.remote(folder) for actor in actors]
-        found = _answers(calls, seconds, received)
-        if wrong := [message for _, _, message in found if message]:
+        answers = _answers(calls, seconds, received)
+        if wrong := [message for _, _, message in answers if message]:
             raise NotStarted(
                 f"{'; '.join(wrong)}: start this in a folder that all hosts have mounted, or by "
                 "`ray job submit --working-dir=.`, which copies it",
                 USER_ERROR,
             )
-        address, port, _ = found[0]
+        address, port, _ = answers[0]
         shared = self._environment(f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
         for rank, actor in enumerate(actors):
             actor.start.remote(command, {**shared, PROCESS_ID: str(rank)}, folder)
-        return RayProcesses(actors, [address for address, _, _ in found], output)
+        return RayProcesses(actors, [address for address, _, _ in answers], output)
 
     def give_back(self) -> None:
         """Give the hosts back."""
@@ -203,10 +203,10 @@ class RayHosts:
 
     def _environment(self, coordinator: str) -> dict[str, str]:
         """What the processes get in addition to the environment of Ray on their hosts."""
-        own = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+        variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
         if not self.gpus:
-            own |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        return shared_environment(own, coordinator, self.hosts)
+            variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        return shared_environment(variables, coordinator, self.hosts)
 
 
 def _seconds(number: float, received: Sequence[int]) -> Iterator[int]:
@@ -260,14 +260,14 @@ class RayProcesses:
     def _take(self, rank: int, call: Any) -> None:
         """Print the lines of a call that is ready, and call again."""
         try:
-            found = ray.get(call)
+            lines = ray.get(call)
         except RayError as error:
             reason = str(error).splitlines()[0]
             text = f"host {self.addresses[rank]} or its Ray actor was lost: {reason}"
             self.output.line(rank, text.encode(), is_error=True)
             self._codes[rank] = -signal.SIGKILL
             return
-        for item in found:
+        for item in lines:
             if isinstance(item, int):
                 self._codes[rank] = item
             else:

@@ -126,7 +126,8 @@ def _placed(config: Config) -> list[int]:
     if not config.placement:
         return []
     roles = devices_of_roles(config)
-    shared = [role for role, own in roles.items() if role != ROLLOUT and own == roles.get(ROLLOUT)]
+    rollout = roles.get(ROLLOUT)
+    shared = [role for role, group in roles.items() if role != ROLLOUT and group == rollout]
     if config.max_staleness and shared and jax.process_count() > 1:
         raise ConfigError(
             f"config.max_staleness={config.max_staleness}: with several processes no other role "
@@ -232,12 +233,12 @@ def join_processes(environment: dict[str, str] | None = None) -> None:
     from jaxrl_llm.distributed import multihost
 
     env = dict(os.environ) if environment is None else environment
-    given = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if env.get(name)]
-    if given:
-        missing = {COORDINATOR, NUM_PROCESSES, PROCESS_ID} - set(given)
+    named = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if env.get(name)]
+    if named:
+        missing = {COORDINATOR, NUM_PROCESSES, PROCESS_ID} - set(named)
         if missing:
             raise ConfigError(
-                f"{', '.join(given)} is set, but {', '.join(sorted(missing))} is not; set all "
+                f"{', '.join(named)} is set, but {', '.join(sorted(missing))} is not; set all "
                 f"three: host:port of process 0, the number of processes, and this one's number"
             )
         count, number = int(env[NUM_PROCESSES]), int(env[PROCESS_ID])
@@ -295,10 +296,10 @@ def _gpus_of_job(environment: Mapping[str, str]) -> int:
 
     A step may have fewer. SLURM_GPUS_PER_NODE may have a type: "h100:8".
     """
-    found = [environment.get("SLURM_GPUS_ON_NODE") or ""]
-    found.append(environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2])
-    found.append(str(len([gpu for gpu in environment.get("SLURM_JOB_GPUS", "").split(",") if gpu])))
-    return max(int(text) for text in (*found, "0") if text.isdecimal())
+    texts = [environment.get("SLURM_GPUS_ON_NODE") or ""]
+    texts.append(environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2])
+    texts.append(str(len([gpu for gpu in environment.get("SLURM_JOB_GPUS", "").split(",") if gpu])))
+    return max(int(text) for text in (*texts, "0") if text.isdecimal())
 
 
 def _tasks_on_this_node(environment: Mapping[str, str]) -> int | None:
@@ -310,10 +311,10 @@ def _tasks_on_this_node(environment: Mapping[str, str]) -> int | None:
         return None
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = int(environment.get("SLURM_NODEID") or 0)
     return counts[node] if node < len(counts) else None
 

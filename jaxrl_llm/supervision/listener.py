@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.program.stage import States
-from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
+if TYPE_CHECKING:  # these import jax, and a launcher imports a listener
+    from jaxrl_llm.observability.timing import Timer
+    from jaxrl_llm.program.stage import States
+    from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
 
 
 class Wish(IntEnum):
@@ -23,7 +24,7 @@ class Listener:
     The first listener of a run is the innermost: it begins a step last, and measures it first.
     """
 
-    def begin(self, step: int, timer: Timer) -> None:
+    def begin(self, step: int, timer: "Timer") -> None:
         """A step begins. The timer has its stages."""
 
     def measured(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -36,7 +37,7 @@ class Listener:
         """Held-out data were measured after a step. Returns more metrics."""
         return {}
 
-    def failed(self, step: int, states: States, error: NonFiniteGradients) -> None:
+    def failed(self, step: int, states: "States", error: "NonFiniteGradients") -> None:
         """A gradient of a step is not finite, so the run ends."""
 
     def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:

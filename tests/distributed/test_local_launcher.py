@@ -85,7 +85,8 @@ def test_a_mistake_that_one_process_alone_finds_ends_all(tmp_path):
 
 def test_a_negative_number_of_devices_is_refused():
     result = launch_here("--processes=1", "--devices-per-process=-1", "--", __file__)
-    assert result.returncode == 2 and "--devices-per-process=-1: must be 1" in result.stderr
+    assert result.returncode == 2
+    assert "--devices-per-process: -1: must be 1 or more" in result.stderr
 
 
 def test_one_failure_ends_the_group(tmp_path):
@@ -144,7 +145,6 @@ def test_mistakes_have_one_message(tmp_path):
     for arguments, message in [
         (["--processes=2"], "the program is missing"),
         (["--processes=0", "--", "x"], "must be 1 or more"),
-        (["--processes=2", "--", str(tmp_path / "none.py")], "does not exist"),
     ]:
         result = launch_here(*arguments)
         assert result.returncode == 2

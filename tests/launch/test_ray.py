@@ -30,22 +30,13 @@ def node(gpus: int = 0, *, cpus: int = 8, alive: bool = True) -> dict[str, Any]:
     return {"Alive": alive, "Resources": {"CPU": cpus, **({"GPU": gpus} if gpus else {})}}
 
 
-def test_without_ray_the_extra_is_named(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    with pytest.raises(SystemExit) as caught:
-        launcher.main(["--hosts=2", "--", TRAIN])
-    assert caught.value.code == 2
-    assert "pip install 'jaxrl_llm[ray]'" in capsys.readouterr().err
-
-
-def test_without_a_cluster_the_command_that_starts_one_is_named(monkeypatch, capsys) -> None:
+def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch) -> None:
+    """Ray itself would try for minutes."""
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # it is not used before that
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(ConnectionRefusedError):
         launcher.main(["--hosts=2", f"--address=127.0.0.1:{port}", "--", TRAIN])
-    assert caught.value.code == 2
-    assert "start one with `ray start --head`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -68,7 +59,6 @@ def test_each_host_gives_the_gpus_that_all_have(nodes, hosts, asked, gpus) -> No
     [
         ([node(8), node(8, alive=False)], None, "1 host is alive .* use --hosts=1"),
         ([node(8), node(cpus=0)], None, "1 host is alive"),
-        ([node(8), node(8), node(4)], 16, "0 hosts are alive .* 8, 8, 4 GPUs"),
         ([node(8), node()], None, "1 host is alive with GPUs, of 2; .*--gpus_per_host=0"),
     ],
 )

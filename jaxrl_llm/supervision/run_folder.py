@@ -5,15 +5,10 @@ goes on only with that config, except for the keys in FREE_KEYS.
 """
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
-import os
-import socket
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,9 +27,9 @@ from jaxrl_llm.checkpoint.layout import (
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
+from jaxrl_llm.supervision.run_lock import RunLock, hold
 from jaxrl_llm.whole_files import write_whole
 
-LOCK = "run.lock"
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 
@@ -77,9 +72,6 @@ DEVICE_KEYS = (
 )
 FREE_KEYS = SCHEDULE_KEYS + DEVICE_KEYS
 
-HEARTBEAT_S = 60.0  # between two updates of the lock's time
-# A lock of another host, where no process id can be looked up, is stale after so long.
-STALE_S = 10 * HEARTBEAT_S
 # Settings of jax that change numbers. The environment may give them to one process alone.
 JAX_SETTINGS = (
     "jax_default_matmul_precision",
@@ -99,6 +91,7 @@ class RunFolder:
     given: Path  # as the config has it, for messages
     latest_step: int | None  # step of the newest complete checkpoint; None without one
     config_text: str  # config of this process, as JSON
+    lock: RunLock
 
     def write_config(self) -> None:
         """Store the config, on the main process. It is the one that later starts compare with."""
@@ -125,10 +118,13 @@ class RunFolder:
 
 
 @contextmanager
-def open_run_folder(config: Config) -> Iterator[RunFolder]:
+def open_run_folder(
+    config: Config, end_process: Callable[[int], object] | None = None
+) -> Iterator[RunFolder]:
     """The folder of `config`, made if need be, for this run alone until the block ends.
 
     Every process must call it. The main one locks and checks, and all of them raise its error.
+    `end_process` (os._exit) ends this one where another run takes the folder.
 
     Raises: ConfigError when another process uses the folder, when it holds a run with another
         config, or when it cannot be written. Nothing in the folder is changed then. Also when the
@@ -136,7 +132,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
     """
     given = run_folder(config)
     path = given.absolute()
-    text, error, latest = to_json(config), "", None
+    text, error, latest, lock = to_json(config), "", None, RunLock()
     own = _what_runs(config, text)
     # A config of each process would be a large message, so it is sent where digests differ alone.
     if len(set(gather_objects(_digest(own), "a digest of what runs"))) > 1:
@@ -145,16 +141,18 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         if is_main():
             try:
                 _make(path)
-                stack.enter_context(_lock(path))
+                stack.enter_context(hold(path, lock, free_folder(path), end_process))
                 latest = _latest_step(path)
                 _check_no_model(given, latest)
                 _check_config(given, json.loads(text), latest)
             except ConfigError as refused:
                 error = str(refused)
+            except OSError as failed:
+                error = str(_unusable(path, failed))
         error, latest = gather_objects([error, latest])[0]
         if error:
             raise ConfigError(error)
-        yield RunFolder(path=path, given=given, latest_step=latest, config_text=text)
+        yield RunFolder(path=path, given=given, latest_step=latest, config_text=text, lock=lock)
 
 
 def _what_runs(config: Config, text: str) -> dict[str, Any]:
@@ -336,129 +334,3 @@ def _differences(key: str, stored: Any, new: Any) -> Iterator[tuple[str, Any, An
 def _shown(value: Any) -> str:
     text = value if value is ABSENT else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# ------------------------------------------------------------------------- lock
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold `run.lock` inside the block. ConfigError when a live process holds it."""
-    file = path / LOCK
-    own = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process_started": _process_start(os.getpid()),  # tells a reused pid from the same process
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    try:
-        _acquire(file, own)
-    except OSError as error:
-        raise _unusable(path, error) from None
-    closed = threading.Event()
-
-    def heartbeat() -> None:
-        while not closed.wait(HEARTBEAT_S):
-            with contextlib.suppress(OSError):
-                os.utime(file)
-
-    thread = threading.Thread(target=heartbeat, name="run lock", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closed.set()
-        thread.join()
-        with contextlib.suppress(OSError), _exclusive(file) as found:
-            if _read(found) in (own, {}):
-                file.unlink()
-
-
-def _acquire(file: Path, own: dict[str, Any]) -> None:
-    """Write our lock, over a stale one if there is one. ConfigError when it is live."""
-    with _exclusive(file) as descriptor:
-        holder = _read(descriptor)
-        if holder:
-            age = time.time() - os.fstat(descriptor).st_mtime
-            if _is_live(holder, age):
-                raise _in_use(file, holder)
-            print(
-                f"{file} is left over from process {holder.get('pid')} on {holder.get('host')} "
-                f"(started {holder.get('started')}), which has ended; it is taken over",
-                flush=True,
-            )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(own) + "\n").encode(), 0)
-
-
-@contextmanager
-def _exclusive(file: Path) -> Iterator[int]:
-    """A descriptor of `file`, made if need be, that no other process has at the same time.
-
-    The file system's own lock is held only for moments. It alone would not do: on some network
-    file systems it does not reach other hosts.
-    """
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Its last holder may have removed the file while we waited.
-            if _is_file(descriptor, file):
-                yield descriptor
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_file(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _read(descriptor: int) -> dict[str, Any]:
-    """What a lock file says; empty for one that is new or that a kill left half written."""
-    try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_live(holder: Mapping[str, Any], age: float) -> bool:
-    """Whether the process that wrote a lock still runs; `age` is the lock's, in seconds."""
-    pid = holder.get("pid")
-    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return age < STALE_S
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's process
-    return holder.get("process_started") in (None, _process_start(pid))
-
-
-def _process_start(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks; None where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name in brackets, which may hold spaces, ends with the last bracket.
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(stat[19])
-    return None
-
-
-def _in_use(file: Path, holder: Mapping[str, Any]) -> ConfigError:
-    elsewhere = ""
-    if holder.get("host") != socket.gethostname():
-        elsewhere = (
-            f" If that process is gone, delete {file}; it counts as left over "
-            f"{STALE_S / 60:.0f} minutes after its end."
-        )
-    return ConfigError(
-        f"another process uses the run folder {file.parent}: pid {holder.get('pid')} on host "
-        f"{holder.get('host')}, since {holder.get('started')}. Give this run a folder of its own: "
-        f"--config.run_dir={free_folder(file.parent)}.{elsewhere}"
-    )

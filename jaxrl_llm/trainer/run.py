@@ -36,6 +36,7 @@ from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_spa
 from jaxrl_llm.supervision.listener import Listener
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
+from jaxrl_llm.supervision.run_lock import RunLock
 from jaxrl_llm.supervision.signals import stop_requests
 from jaxrl_llm.supervision.watchdog import END, Watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
@@ -93,6 +94,7 @@ class Run:
     watch: Watch
     started: float
     bell: AlarmBell
+    lock: RunLock
     callbacks: Callbacks
     compilations: CompileCounter
     totals: RunTotals = field(default_factory=RunTotals)
@@ -242,6 +244,7 @@ class Run:
                 message=message,
             ),
             Progress(batches=batches, totals=self.totals),
+            self.lock,
             self.callbacks,
             self.bell,
             Deadline(
@@ -431,6 +434,7 @@ def open_run(
             stack=stack,
             watch=watch,
             started=started,
+            lock=folder.lock,
             bell=AlarmBell(alarms=Alarms(config=config.alarms), write=output.event),
             callbacks=called,
             compilations=compilations,

@@ -3,11 +3,6 @@
 import errno
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,21 +20,9 @@ from jaxrl_llm.config import (
     SupervisedConfig,
     to_json,
 )
-from jaxrl_llm.supervision import run_folder
-from jaxrl_llm.supervision.run_folder import (
-    LOCK,
-    differing_keys,
-    open_run_folder,
-)
-
-HOLD = """
-import sys, time
-from jaxrl_llm.config import Config
-from jaxrl_llm.supervision.run_folder import open_run_folder
-with open_run_folder(Config(run_dir=sys.argv[1])):
-    print("open", flush=True)
-    time.sleep(60)
-"""
+from jaxrl_llm.supervision import run_folder, run_lock
+from jaxrl_llm.supervision.run_folder import differing_keys, open_run_folder
+from jaxrl_llm.supervision.run_lock import LOCK
 
 
 def config_in(folder: Path, **changes) -> Config:
@@ -54,16 +37,6 @@ def a_run(folder: Path, step: int = 5, **changes) -> Path:
     (checkpoint / "loop").mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").touch()
     return folder
-
-
-def lock_text(**values) -> str:
-    own = {"host": socket.gethostname(), "pid": 1, "process_started": None, "started": "then"}
-    return json.dumps(own | values)
-
-
-def lock_of(folder: Path, **values) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / LOCK).write_text(lock_text(**values))
 
 
 def refusal(config: Config) -> str:
@@ -217,16 +190,11 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path):
 
 def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
     """As it is for a user who is not root."""
-    (tmp_path / "run").mkdir()
-    there = Path.stat
 
-    def denied(self, **settings):
-        if self.parent == tmp_path / "run":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return there(self, **settings)
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "stat", denied)
-    monkeypatch.setattr(run_folder, "_exclusive", lambda file: denied(file))
+    monkeypatch.setattr(run_lock, "_acquire", denied)
     message = refusal(config_in(tmp_path / "run"))
     assert "Permission denied" in message and "--config.run_dir" in message
 
@@ -239,77 +207,9 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     assert not (tmp_path / "~").exists()
 
 
-# ------------------------------------------------------------------------- lock
-
-
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
-    folder = tmp_path / "run"
-    command = [sys.executable, "-c", HOLD, str(folder)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as first:
-        assert first.stdout is not None and first.stdout.readline() == "open\n"
-        before = (folder / LOCK).read_bytes()
-        message = refusal(config_in(folder))
-        assert f"pid {first.pid} on host {socket.gethostname()}" in message
-        assert f"--config.run_dir={folder}-2" in message
-        assert (folder / LOCK).read_bytes() == before
-        first.send_signal(signal.SIGKILL)
-        first.wait(30)
-    assert (folder / LOCK).read_bytes() == before  # kill -9 leaves it behind
-    with open_run_folder(config_in(folder)):
-        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
-    assert not (folder / LOCK).exists()
-
-
-def test_a_lock_is_released_when_the_run_fails(tmp_path):
-    folder = tmp_path / "run"
-    with pytest.raises(RuntimeError), open_run_folder(config_in(folder)):
-        raise RuntimeError
-    assert not (folder / LOCK).exists()
-
-
-def test_a_pid_that_another_process_has_by_now_is_stale(tmp_path, capsys):
-    folder = tmp_path / "run"
-    lock_of(folder, pid=os.getpid(), process_started=1)
-    with open_run_folder(config_in(folder)):
-        pass
-    assert f"left over from process {os.getpid()}" in capsys.readouterr().out
-
-
-def test_a_lock_of_another_host_is_live_while_it_is_renewed(tmp_path):
-    folder = tmp_path / "run"
-    lock_of(folder, host="elsewhere", pid=7)
-    message = refusal(config_in(folder))
-    assert "pid 7 on host elsewhere" in message and f"delete {folder / LOCK}" in message
-    old = time.time() - run_folder.STALE_S - 1
-    os.utime(folder / LOCK, (old, old))
-    with open_run_folder(config_in(folder)):
-        pass
-
-
-def test_a_lock_is_renewed(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "HEARTBEAT_S", 0.01)
-    folder = tmp_path / "run"
-    with open_run_folder(config_in(folder)):
-        os.utime(folder / LOCK, (1, 1))
-        deadline = time.monotonic() + 30
-        while (folder / LOCK).stat().st_mtime < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def test_a_lock_cut_off_while_it_was_written_is_taken_over(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / LOCK).write_text('{"host": "x", ')
-    with open_run_folder(config_in(folder)):
-        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
-    assert not (folder / LOCK).exists()
-
-
-# The lock of another process, whose text is the second argument, lies there before the second try.
+# Before the second try, another process takes the folder.
 TWO = """
-import sys
+import subprocess, sys
 from pathlib import Path
 import jax
 from jaxrl_llm.config import Config
@@ -321,16 +221,24 @@ from jaxrl_llm.supervision.run_folder import open_run_folder
 def main(argv):
     runtime.prepare()
     runtime.join_processes()
-    config, text = Config(run_dir=argv[0]), argv[1]
+    config = Config(run_dir=argv[0])
     with open_run_folder(config) as folder:
         lock = folder.path / "run.lock"
         Path(f"{argv[0]}.{jax.process_index()}").write_text(str(lock.exists()))
         multihost.barrier("looked")
     if multihost.is_main():
-        lock.write_text(text)
+        hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2)"
+        hold += "; print('held', flush=True); sys.stdin.read()"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        other = subprocess.Popen([sys.executable, "-c", hold, str(lock)], **pipes)
+        other.stdout.readline()
     multihost.barrier("locked")
-    with open_run_folder(config):
-        return 0
+    try:
+        with open_run_folder(config):
+            return 0
+    finally:
+        if multihost.is_main():
+            other.kill()
 
 run(main)
 """
@@ -339,13 +247,11 @@ run(main)
 def test_several_processes_share_a_folder_and_are_refused_together(tmp_path):
     folder, script = tmp_path / "run", tmp_path / "program.py"
     script.write_text(TWO)
-    text = lock_text(pid=os.getpid())
-    found = launch_here("--processes=2", "--", str(script), str(folder), text)
-    assert [(tmp_path / f"run.{i}").read_text() for i in (0, 1)] == ["True", "True"], found.stderr
-    assert found.returncode == 2
+    ended = launch_here("--processes=2", "--", str(script), str(folder))
+    assert [(tmp_path / f"run.{i}").read_text() for i in (0, 1)] == ["True", "True"], ended.stderr
+    assert ended.returncode == 2
     for rank in (0, 1):
-        message = f"[{rank}] error: another process uses the run folder {folder}: pid {os.getpid()}"
-        assert message in found.stderr
+        assert f"[{rank}] error: another process uses the run folder {folder}" in ended.stderr
 
 
 def test_a_key_that_an_older_version_lacks_may_be_null():

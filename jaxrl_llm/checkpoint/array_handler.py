@@ -1,4 +1,4 @@
-"""How Orbax saves and loads arrays that lie on some of the processes only.
+"""Orbax's saving and loading of arrays that lie on some of the processes only.
 
 Orbax refuses an array whose devices are all of one process of several, and needs a part of each
 array on each process. Here it sees a part that is written by another process.
@@ -50,23 +50,23 @@ class _Seen:
 class _ArrayHandler(type_handlers.ArrayHandler):
     """Orbax's handler of jax.Array, for arrays on any processes."""
 
-    def __init__(self, given: type_handlers.ArrayHandler) -> None:
-        vars(self).update(vars(given))
+    def __init__(self, handler: type_handlers.ArrayHandler) -> None:
+        vars(self).update(vars(handler))
 
     async def serialize(self, values: Sequence[Any], *rest: Any, **named: Any) -> Any:
         seen: Any = [_Seen(value) for value in values]
         return await super().serialize(seen, *rest, **named)
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
-        """Those that lie elsewhere are arrays without data; nothing of them is read."""
-        given: list[Any] = list(args or [None] * len(infos))
-        absent = {i for i, each in enumerate(given) if _is_elsewhere(each)}
+        """Read the arrays of this process. Arrays that lie elsewhere have no data."""
+        wanted: list[Any] = list(args or [None] * len(infos))
+        absent = {i for i, each in enumerate(wanted) if _is_elsewhere(each)}
         here = [i for i in range(len(infos)) if i not in absent]
-        found: dict[int, Any] = {}
+        arrays: dict[int, Any] = {}
         if here:
-            loaded = await super().deserialize([infos[i] for i in here], [given[i] for i in here])
-            found = dict(zip(here, loaded, strict=True))
-        return [found[i] if i in found else _of_others(given[i]) for i in range(len(infos))]
+            loaded = await super().deserialize([infos[i] for i in here], [wanted[i] for i in here])
+            arrays = dict(zip(here, loaded, strict=True))
+        return [arrays[i] if i in arrays else _of_others(wanted[i]) for i in range(len(infos))]
 
 
 def _is_elsewhere(args: Any) -> bool:
@@ -83,11 +83,11 @@ def _of_others(args: Any) -> jax.Array:
 
 def save_on_any_processes() -> None:
     """Have Orbax take arrays that lie on some processes only. Nothing changes in one process."""
-    given = type_handlers.get_type_handler(jax.Array)
-    if jax.process_count() > 1 and not isinstance(given, _ArrayHandler):
-        assert isinstance(given, type_handlers.ArrayHandler)
+    handler = type_handlers.get_type_handler(jax.Array)
+    if jax.process_count() > 1 and not isinstance(handler, _ArrayHandler):
+        assert isinstance(handler, type_handlers.ArrayHandler)
         log = logging.getLogger("absl")  # where Orbax warns that another handler is replaced
         level = log.level
         log.setLevel(logging.ERROR)
-        type_handlers.register_type_handler(jax.Array, _ArrayHandler(given), override=True)
+        type_handlers.register_type_handler(jax.Array, _ArrayHandler(handler), override=True)
         log.setLevel(level)

@@ -4,9 +4,8 @@ The digest of an array is computed on its devices when it is saved, and again wh
 is stored with the loop state. So it covers the way to the disk and back.
 
 The digests of files are in `digests.json` of each folder, written once its files are on disk. All
-processes share the reading. They
-name what is damaged before anything is loaded. A kill may come before they are written; such a
-checkpoint has the digests of its arrays alone.
+processes share the reading. Damaged files are named before anything is loaded. A kill may come
+before the digests of files are written; such a checkpoint has the digests of its arrays alone.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ OWN_FILES = re.compile(r"digests(-\d+)?\.json(\.tmp)?")
 PATIENCE_S, PATIENCE = 60.0, 3.0  # for shares: seconds, and times what the own one took
 POLL_S = 0.05
 SHOWN = 3  # damaged files or arrays in a message
-THREADS = 8  # that read files; hashing lets other threads run
+THREADS = 8  # threads that read files; hashing lets other threads run
 PIECE = 2**24  # bytes read at once
 MOST_ON_HOST = 2**14  # numbers of an array that the host measures in less than a millisecond
 
@@ -69,8 +68,8 @@ def write_digests(folder: Path, part: tuple[int, int] = (0, 1)) -> None:
 
 def _digests(folder: Path, names: list[str]) -> dict[str, list[Any]]:
     with ThreadPoolExecutor(THREADS) as threads:
-        found = threads.map(_digest, [folder / name for name in names])
-        return dict(zip(names, found, strict=True))
+        digests = threads.map(_digest, [folder / name for name in names])
+        return dict(zip(names, digests, strict=True))
 
 
 def _write(file: Path, content: Any) -> None:
@@ -84,14 +83,14 @@ def _part(file: Path, names: list[str], deadline: float) -> dict[str, list[Any]]
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)
     try:
-        found = json.loads(file.read_text())
+        share = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if sorted(found) == names else {}
+    return share if sorted(share) == names else {}
 
 
 def damaged_files(folder: Path, part: tuple[int, int] = (0, 1), item: str = "") -> list[str] | None:
-    """What is wrong with the files of `folder`, a line each; None where it has no digests.
+    """The damages of the files of `folder`, a line each; None where it has no digests.
 
     With `part` (k, n), only every n-th file from the k-th on is read. `item` is a folder in it,
     when only that is of interest.
@@ -100,9 +99,9 @@ def damaged_files(folder: Path, part: tuple[int, int] = (0, 1), item: str = "") 
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_bytes())
-        files = found["files"]
-        if found["digest"] != text_digest(files):
+        stored = json.loads(path.read_bytes())
+        files = stored["files"]
+        if stored["digest"] != text_digest(files):
             return [f"{DIGESTS} was changed"]
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         return [f"{DIGESTS} cannot be read ({type(error).__name__})"]
@@ -141,11 +140,11 @@ def listed(lines: list[str]) -> str:
 
 
 def _files(folder: Path) -> list[str]:
-    """Names of all files below `folder`, but those of digests. A link counts as what it names."""
-    found: list[str] = []
+    """Names of all files below `folder` without files of digests. A link counts as its target."""
+    files: list[str] = []
     for parent, _, names in os.walk(folder):
-        found += [str((Path(parent) / name).relative_to(folder)) for name in names]
-    return sorted(name for name in set(found) if not OWN_FILES.fullmatch(name))
+        files += [str((Path(parent) / name).relative_to(folder)) for name in names]
+    return sorted(name for name in set(files) if not OWN_FILES.fullmatch(name))
 
 
 def _digest(file: Path) -> list[Any]:
@@ -176,10 +175,10 @@ def _change(saved: list[Any], now: list[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What is known of one array."""
+    """The measurements of one array."""
 
     kind: str  # dtype and shape: float32[3,4]
-    digest: str  # of its bits
+    digest: str  # digest of its bits
     finite: bool  # no NaN and no infinity
     rms: float  # root mean square of numbers that are no integers; may overflow to infinity
     size: int
@@ -194,16 +193,16 @@ class Measured:
 
 
 def measure(items: Mapping[str, Any]) -> dict[str, dict[str, Measured]]:
-    """For each item, what is known of each array by its path.
+    """The measurements of each array, by item and path.
 
     The digests do not depend on how the arrays are sharded. Every process must call it.
     """
-    found: dict[str, dict[str, Measured]] = {}
+    measured: dict[str, dict[str, Measured]] = {}
     for name, item in items.items():
         leaves = jax.tree_util.tree_leaves_with_path(item)
         paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-        found[name] = dict(zip(paths, _all_measured([x for _, x in leaves]), strict=True))
-    return found
+        measured[name] = dict(zip(paths, _all_measured([x for _, x in leaves]), strict=True))
+    return measured
 
 
 def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
@@ -215,16 +214,16 @@ def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
     """
     at_once = all(map(_is_in_one_device, arrays))
     small = list(map(_is_small, arrays))
-    found: list[Any] = []
+    started: list[Any] = []
     for x, is_small in zip(arrays, small, strict=True):
         numbers = second_array(x) if is_small else _measure_array(x)
-        found.append(numbers if at_once or is_small else fetch(numbers))
-    for numbers in found:
+        started.append(numbers if at_once or is_small else fetch(numbers))
+    for numbers in started:
         if isinstance(numbers, jax.Array):
             numbers.copy_to_host_async()
     return [
         _measured(x, numbers_of(np, fetch(numbers)) if is_small else fetch(numbers))
-        for x, numbers, is_small in zip(arrays, found, small, strict=True)
+        for x, numbers, is_small in zip(arrays, started, small, strict=True)
     ]
 
 
@@ -238,10 +237,10 @@ def _is_in_one_device(x: Any) -> bool:
     return on_device and len(x.sharding.device_set) == 1
 
 
-def _measured(x: Any, found: np.ndarray) -> Measured:
-    """`found` is what `numbers_of` gives."""
-    one, other, finite = found[:3].tolist()
-    rms = found[3:].view(np.float32)[0]
+def _measured(x: Any, numbers: np.ndarray) -> Measured:
+    """The record of the result of `numbers_of`."""
+    one, other, finite = numbers[:3].tolist()
+    rms = numbers[3:].view(np.float32)[0]
     return Measured(
         kind=f"{x.dtype}[{','.join(map(str, x.shape))}]",
         digest=f"{one:08x}{other:08x}",
@@ -256,24 +255,24 @@ def array_digests(items: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return as_text(measure(items))
 
 
-def as_text(found: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, str]]:
-    """What was measured as the loop state keeps it."""
-    return {name: {path: str(x) for path, x in arrays.items()} for name, arrays in found.items()}
+def as_text(items: Mapping[str, Mapping[str, Measured]]) -> dict[str, dict[str, str]]:
+    """Measurements as the loop state keeps them."""
+    return {name: {path: str(x) for path, x in arrays.items()} for name, arrays in items.items()}
 
 
 def check_arrays(
     folder: Path,
     saved: Mapping[str, Mapping[str, str]],
-    found: Mapping[str, Mapping[str, Measured]],
+    loaded: Mapping[str, Mapping[str, Measured]],
 ) -> None:
-    """Compare what was measured of loaded items with the digests that were `saved`.
+    """Compare the measurements of `loaded` items with the digests that were `saved`.
 
     Raises:
         DamagedCheckpoint: an array is not what was saved; names it.
         ValueError: the config wants another shape or dtype of an array.
     """
     wrong: list[str] = []
-    for name, now in as_text(found).items():
+    for name, now in as_text(loaded).items():
         then = saved.get(name, {})
         for path in dict.fromkeys([*then, *now]):
             was, became = (each.get(path, "nothing").split() for each in (then, now))
@@ -305,7 +304,7 @@ def numbers_of(xp: Any, x: Any) -> Any:
     """
     finite, rms = xp.bool_(True), xp.float32(0)
     if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
-        # Divided first: the squares of a large array would overflow sooner than those of one value.
+        # Divided first: the sum of squares of a large array would overflow sooner than one square.
         finite = xp.isfinite(x).all()
         with np.errstate(over="ignore", invalid="ignore"):  # an infinite result says so
             rms = xp.sqrt(xp.sum(xp.square(x.astype(xp.float32) * x.size**-0.5)))

@@ -57,7 +57,7 @@ TOKENIZER_FILES = (
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is needed
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CARD_MARK = "\n- jaxrl_llm\n"  # in the card of each export of ours
-_COMPARED_ROWS = 1024  # of a table at once
+_COMPARED_ROWS = 1024  # rows of a table that are compared at once
 _MOST_NAMED = 4  # tensors in a message
 _READABLE = ("F64", "F32", "F16", "BF16", MXFP4)
 
@@ -147,15 +147,15 @@ def import_params(
         _put(params, path, kernel)
 
     params: Params = {}
-    # What was read of parameters that lie in several tensors, one an expert.
+    # Parts of parameters that lie in several tensors, one for each expert.
     read: dict[tuple[str, ...], dict[int, Any]] = {}
 
     def take(part: StoredPart, value: np.ndarray) -> None:
         read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
         ours = names[part.path]
         if len(read[part.path]) == len(ours.parts):
-            found = read.pop(part.path)
-            place(part.path, ours.joined([found[i] for i in range(len(found))]))
+            parts = read.pop(part.path)
+            place(part.path, ours.joined([parts[i] for i in range(len(parts))]))
 
     packed = [stored[name] for name in wanted if stored[name].dtype == MXFP4]
     plain = [stored[name] for name in wanted if stored[name].dtype != MXFP4]
@@ -260,7 +260,7 @@ def default_model_card(
 def _checked_parts(
     directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTensor]
 ) -> dict[str, list[StoredPart]]:
-    """What of the parameters each tensor of the directory holds. ValueError as `import_params`."""
+    """The parameters that each tensor of the directory holds. ValueError as `import_params`."""
     names = hf_names(spec.config, spec.kind)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
@@ -270,13 +270,8 @@ def _checked_parts(
 
 
 def _check_kind(directory: Path, spec: ModelSpec) -> bool:
-    """Whether the score head must be made. ValueError if the directory holds another model."""
-    family, kind = find_architecture(read_config_json(directory))
-    if family != spec.config.family:
-        raise ValueError(
-            f"{directory} holds a {family} model and the spec is a {spec.config.family}; make the "
-            f"spec from load_model_config({str(directory)!r})"
-        )
+    """Whether the score head must be made. ValueError if the directory holds another kind."""
+    kind = load_model_kind(directory)
     if kind == "scalar" and spec.kind == "causal_lm":
         raise ValueError(
             f"{directory} holds a sequence-classification model, which has no language-model head; "
@@ -302,24 +297,19 @@ def _check_tensors(
             f"{w} {_some(n)}" for w, n in [("lacks", missing), ("also holds", unexpected)] if n
         ]
         raise ValueError(
-            f"{directory} {' and '.join(parts)}; its weights are not those of a "
-            f"{spec.config.family} {spec.kind} model as its config.json describes it"
+            f"{directory} {' and '.join(parts)}; its config.json describes another model, a "
+            f"{spec.config.family} {spec.kind}"
         )
     for name, shape in wanted.items():
-        found = stored[name]
-        if name == "score.weight" and found.shape[0] != 1:
+        tensor = stored[name]
+        if tensor.shape != shape:
             raise ValueError(
-                f"{directory} classifies into {found.shape[0]} labels; a critic or reward model "
-                f"has one (num_labels=1)"
-            )
-        if found.shape != shape:
-            raise ValueError(
-                f"tensor {name!r} of {directory} has shape {found.shape} where the model has "
+                f"tensor {name!r} of {directory} has shape {tensor.shape} where the model has "
                 f"{shape}: its config.json describes another model; fetch both again"
             )
-        if found.dtype not in _READABLE:
+        if tensor.dtype not in _READABLE:
             raise ValueError(
-                f"tensor {name!r} of {directory} is stored as {found.dtype}; quantised weights "
+                f"tensor {name!r} of {directory} is stored as {tensor.dtype}; quantised weights "
                 f"are not supported, give a directory in bfloat16, float16 or float32"
             )
 
@@ -363,7 +353,7 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
 
 
 def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
-    # Tensors are written in this order, so those of one parameter are cut from one copy.
+    # Tensors are written in this order, so the tensors of one parameter are cut from one copy.
     fetched = functools.lru_cache(maxsize=1)(lambda path: _fetch(_get(params, path)))
 
     def part_of(part: StoredPart) -> np.ndarray:

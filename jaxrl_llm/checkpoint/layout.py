@@ -1,4 +1,4 @@
-"""The files in a run's `checkpoints` folder, and which model a path names. Imports no jax.
+"""The files in a run's `checkpoints` folder, and the model that a path names. Imports no jax.
 
 `global_step_N/` has an item for each role's parameters, one for each optimizer, and `loop` (step,
 data position, controllers). `frozen/` has the roles that never change. `huggingface/` has the files
@@ -24,7 +24,7 @@ OPTIMIZER = "_optimizer"  # suffix of the item of a learning role's optimizer
 class ModelPath:
     """The model that a user's path names: a Hugging Face model or one of our checkpoints."""
 
-    path: str  # of the directory or the checkpoint, or owner/name of a model on a hub
+    path: str  # path of the directory or the checkpoint, or owner/name of a model on a hub
     checkpoint: Path | None = None  # None for a Hugging Face model
 
     @property
@@ -59,8 +59,8 @@ def find_checkpoint(path: str) -> Path:
     if not is_folder(folder):
         raise ConfigError(f"there is no checkpoint {path}{nearest_file(folder)}")
     for parent in (folder, folder / CHECKPOINTS):
-        found = [p for p in parent.glob(f"{STEP_PREFIX}_*") if step_of(p) is not None]
-        finished = [p for p in found if is_complete(p)]
+        steps = [p for p in parent.glob(f"{STEP_PREFIX}_*") if step_of(p) is not None]
+        finished = [p for p in steps if is_complete(p)]
         if finished:
             return max(finished, key=lambda p: step_of(p) or 0)
     if is_complete(folder):

@@ -34,7 +34,7 @@ LOOP_FILE = "metadata"  # Orbax's name for the file of the loop state
 # Entries of the loop state: the step, the metric that selects the best checkpoint, and digests of
 # the arrays and of the loop state itself.
 STEP, SCORE, ARRAYS, DIGEST = "step", "score", "array_digests", "digest"
-NORMS = "start_norms"  # of the weights of each role, when the run began
+NORMS = "start_norms"  # norm of each role's weights when the run began
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax is writing
 POLL_S = 0.05
 RECENT = 5  # saves whose longest counts
@@ -94,7 +94,7 @@ class CheckpointManager:
             ),
         )
         self._best_metric = best_metric
-        self._warned = False  # that there is no such metric
+        self._warned = False  # whether a missing metric was named
 
     def latest(self) -> int | None:
         """The newest complete step, or None."""
@@ -120,13 +120,13 @@ class CheckpointManager:
         import orbax.checkpoint as ocp
 
         started = time.monotonic()
-        found = digests.measure(items)
-        self.growth.check(found, step)
+        measured = digests.measure(items)
+        self.growth.check(measured, step)
         loop = copy.deepcopy({STEP: step} | loop)  # Orbax reads it later, when steps changed it
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
         candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
-        given = self._best_metric or next(iter(candidates), "")
-        name, sign = given.removeprefix("-"), -1.0 if given.startswith("-") else 1.0
+        metric = self._best_metric or next(iter(candidates), "")
+        name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
         if name in metrics:
             loop[SCORE] = self._best.scores[step] = sign * metrics[name]
         elif self._best_metric and step and not self._warned and _is_due(name, metrics):
@@ -134,11 +134,11 @@ class CheckpointManager:
             log.warning(
                 "config.checkpoint.best_metric=%s: there is no such metric at step %d, so no best "
                 "checkpoint is kept%s",
-                given,
+                metric,
                 step,
                 nearest(name, metrics),
             )
-        loop[NORMS], loop[ARRAYS] = self.growth.start, digests.as_text(found)
+        loop[NORMS], loop[ARRAYS] = self.growth.start, digests.as_text(measured)
         loop[DIGEST] = digests.text_digest(loop)
         args: dict[str, Any] = {
             name: ocp.args.StandardSave(jax.tree.map(_read_apart, item))
@@ -285,11 +285,7 @@ def restore(path: str | Path, abstract: Mapping[str, Any]) -> tuple[dict[str, An
         out = checkpointer.restore(path, args=ocp.args.Composite(**args))
     loop = _checked_loop(path, out[LOOP])
     items = {name: out[name] for name in abstract}
-    found = digests.measure(items)
-    digests.check_arrays(path, loop.pop(ARRAYS, {}), found)
-    if why := soundness.unsound(found):
-        raise DamagedCheckpoint(f"{path} is of no use, as an older version saved it: {why}")
-    loop.setdefault(NORMS, soundness.norms(found))
+    digests.check_arrays(path, loop.pop(ARRAYS), digests.measure(items))
     return items, loop
 
 
@@ -315,10 +311,10 @@ def check(path: Path) -> None:
     Raises: DamagedCheckpoint.
     """
     if is_complete(path):
-        found = digests.damaged_files(path, _own_part()) or []
+        wrong = digests.damaged_files(path, _own_part()) or []
     else:
-        found = ["files of it are missing"]
-    parts = gather_objects(found, "checked_checkpoint")
+        wrong = ["files of it are missing"]
+    parts = gather_objects(wrong, "checked_checkpoint")
     lines = dict.fromkeys(line for part in parts for line in part)
     if lines:
         raise DamagedCheckpoint(f"{path} is damaged: {digests.listed(list(lines))}")
@@ -326,20 +322,15 @@ def check(path: Path) -> None:
         restore(path, {})  # all processes or none: Orbax may wait for all of them
     except DamagedCheckpoint:
         raise
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:  # not OSError: a disk that fails is no damage
+    # Not OSError: a disk that fails is no damage.
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
 
 
 def _checked_loop(path: Path, loop: dict[str, Any]) -> dict[str, Any]:
     """The loop state without its digest. Raises: DamagedCheckpoint."""
     loop = dict(loop)
-    if DIGEST not in loop:
-        raise DamagedCheckpoint(f"{path} is damaged, or of a version without digests")
-    if loop.pop(DIGEST) != digests.text_digest(loop):
+    if loop.pop(DIGEST, None) != digests.text_digest(loop):
         raise DamagedCheckpoint(f"{path} is damaged: its loop state is not what was saved")
     if step_of(path) not in (None, loop[STEP]):
         raise DamagedCheckpoint(f"{path} is damaged: its loop state is of step {loop[STEP]}")
@@ -366,7 +357,7 @@ def restore_frozen(
 ) -> dict[str, Any]:
     """The frozen roles of a run's checkpoint directory. `loop` is a checkpoint's loop state.
 
-    Raises: ValueError if they are missing, damaged, or those of another run than the checkpoint.
+    Raises: ValueError if they are missing, damaged, or belong to another run.
     """
     import orbax.checkpoint as ocp
 
@@ -378,15 +369,14 @@ def restore_frozen(
         )
     check_frozen(path)
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(path, dict(abstract))
-    if saved := loop.get(FROZEN):  # none in a checkpoint of an older version
-        now = digests.array_digests(found)
-        if others := [name for name in now if now[name] != saved.get(name)]:
-            raise DamagedCheckpoint(
-                f"{path} is of another run: the checkpoint was saved with other weights of "
-                f"{', '.join(others)}. Put the folder {FROZEN} of its own run there"
-            )
-    return found
+        items = checkpointer.restore(path, dict(abstract))
+    saved, now = loop[FROZEN], digests.array_digests(items)
+    if others := [name for name in now if now[name] != saved.get(name)]:
+        raise DamagedCheckpoint(
+            f"{path} belongs to another run: the checkpoint was saved with other weights of "
+            f"{', '.join(others)}. Put the folder {FROZEN} of its own run there"
+        )
+    return items
 
 
 def check_frozen(path: Path) -> None:
@@ -405,8 +395,8 @@ def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
     """Shapes and dtypes of the parameters of every role, also frozen ones, on one device."""
     checkpoint = Path(checkpoint).absolute()
     frozen = checkpoint.parent / FROZEN
-    found = {name: _abstract(checkpoint / name) for name in ROLES if (checkpoint / name).exists()}
-    return found | (_abstract(frozen) if frozen.exists() else {})
+    roles = {name: _abstract(checkpoint / name) for name in ROLES if (checkpoint / name).exists()}
+    return roles | (_abstract(frozen) if frozen.exists() else {})
 
 
 def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
@@ -426,7 +416,7 @@ def restore_role(checkpoint: str | Path, role: str, abstract: Any) -> Any:
     args = ocp.args.PyTreeRestore(
         item=tree,
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-        partial_restore=True,  # of the frozen roles, only this one is read
+        partial_restore=True,  # only this one of the frozen roles is read
     )
     with ocp.PyTreeCheckpointer() as checkpointer:
         restored = checkpointer.restore(path, args=args)

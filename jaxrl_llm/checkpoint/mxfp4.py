@@ -25,26 +25,26 @@ _PAIRS = np.stack([_VALUES[np.arange(256) % 16], _VALUES[np.arange(256) // 16]],
 def with_unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of a file, with one tensor of dtype MXFP4 for the two that it consists of.
 
-    Its name and shape are those of the model; its path is that of the blocks.
+    It has the name and the shape of the model's tensor, and the path of the blocks.
 
     Raises: ValueError for blocks whose scales are missing or have another shape.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     for name, blocks in stored.items():
         if not name.endswith(_BLOCKS) or blocks.dtype != "U8":
             continue
         whole = name.removesuffix(_BLOCKS)
-        scales = found.pop(whole + _SCALES, None)
+        scales = tensors.pop(whole + _SCALES, None)
         if scales is None or (*scales.shape, _BLOCK_BYTES) != blocks.shape or scales.dtype != "U8":
             raise ValueError(
                 f"tensor {name!r} of {blocks.path} has no scales that fit: {whole + _SCALES!r} is "
                 f"{'missing' if scales is None else scales.shape}; fetch the model again"
             )
         E, outputs, count, _ = blocks.shape
-        del found[name]
+        del tensors[name]
         shape = (E, 2 * _BLOCK_BYTES * count, outputs)
-        found[whole] = StoredTensor(whole, shape, MXFP4, blocks.path)
-    return found
+        tensors[whole] = StoredTensor(whole, shape, MXFP4, blocks.path)
+    return tensors
 
 
 def read_packed(
@@ -71,13 +71,13 @@ def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     Scales near the largest give infinity.
     """
     E, outputs, count, _ = blocks.shape
-    found = np.empty((E, 2 * _BLOCK_BYTES * count, outputs), ml_dtypes.bfloat16)
+    unpacked_EIO = np.empty((E, 2 * _BLOCK_BYTES * count, outputs), ml_dtypes.bfloat16)
     for expert in range(E):  # float32 of one expert at a time
         values = _PAIRS[blocks[expert]].reshape(outputs, count, 2 * _BLOCK_BYTES)
         exponents = scales[expert].astype(np.int32)[..., None] - _BIAS
         with np.errstate(over="ignore"):
-            found[expert] = np.ldexp(values, exponents).reshape(outputs, -1).T
-    return found
+            unpacked_EIO[expert] = np.ldexp(values, exponents).reshape(outputs, -1).T
+    return unpacked_EIO
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:

@@ -48,7 +48,7 @@ PREFIX = "base_model.model."
 BASE_FORM, BASE_BITS = "base_form", "base_bits"  # digests in the header of WEIGHTS
 TASKS: dict[Kind, str] = {"causal_lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 _LINEAR = {"a": ".lora_A.weight", "b": ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
-_TABLE = {"a": ".lora_embedding_A", "b": ".lora_embedding_B"}  # of an embedding
+_TABLE = {"a": ".lora_embedding_A", "b": ".lora_embedding_B"}  # an embedding's
 # Keys that change the function of an adapter, and the values that ours has.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -68,7 +68,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 Leaf = tuple[str, ...]  # path of a parameter
 _LOST_EXPERTS = ("qwen3_5_moe_text",)  # families whose experts PEFT 0.21.2 does not join
-# PEFT nests the module of `gate_up_proj` inside that of `down_proj`.
+# PEFT nests the module of `gate_up_proj` inside the module of `down_proj`.
 _STACKS, _INNER = ("gate_up_proj", "down_proj"), ".base_layer"
 
 
@@ -107,11 +107,11 @@ def adapter_tensors(spec: ModelSpec) -> Names:
     names = hf_names(spec.config, spec.kind)
     assert spec.lora is not None
     modules = spec.lora.modules
-    found: Names = {}
+    tensors: Names = {}
     for path, leaf in _leaves(spec.learned):
         if path[0] == HEAD:
             (theirs,) = names[path].parts
-            found[path] = HFTensor(PREFIX + theirs.name, theirs.shape, leaf.shape, transpose=True)
+            tensors[path] = HFTensor(PREFIX + theirs.name, theirs.shape, leaf.shape, transpose=True)
             continue
         assert path[-2] == ADAPTER, path
         weights = next(p for end in ("kernel", "table") if (p := (*path[:-2], end)) in names)
@@ -119,7 +119,7 @@ def adapter_tensors(spec: ModelSpec) -> Names:
         stacked = isinstance(names[weights], HFStack)
         (whole, *_) = names[weights].parts
         if is_stack(whole.name):
-            found[path] = _of_stack(path[-1], whole, leaf.shape, modules)
+            tensors[path] = _of_stack(path[-1], whole, leaf.shape, modules)
             continue
         shape = leaf.shape[1:] if stacked else leaf.shape
         rows = {} if path[-1] == "a" else whole.rows
@@ -133,8 +133,8 @@ def adapter_tensors(spec: ModelSpec) -> Names:
             )
             for tensor in names[weights].parts
         )
-        found[path] = HFStack(parts) if stacked else parts[0]
-    return found
+        tensors[path] = HFStack(parts) if stacked else parts[0]
+    return tensors
 
 
 def _of_stack(
@@ -234,7 +234,7 @@ def export_adapter(
 
 
 def lost_by_peft(config: ModelConfig, kind: Kind, modules: Iterable[str]) -> list[str]:
-    """Those of `modules` that are no experts, and that PEFT 0.21 takes for experts by their end.
+    """The modules that PEFT 0.21 takes for experts by their end, and that are not experts.
 
     They are in dense layers and in shared experts.
     """
@@ -358,7 +358,7 @@ def _our_module(name: str, named: set[str], parameters: Sequence[str]) -> str:
 
 
 def mark_of(base_digests: Mapping[str, str]) -> dict[str, str]:
-    """What a file of adapters says of their base: its arrays' shapes and dtypes, and their bits."""
+    """The marks of a base in a file of adapters: digests of shapes and dtypes, and of bits."""
     forms = {path: digest.partition(" ")[0] for path, digest in base_digests.items()}
     return {BASE_FORM: text_digest(forms), BASE_BITS: text_digest(dict(base_digests))}
 
@@ -366,8 +366,8 @@ def mark_of(base_digests: Mapping[str, str]) -> dict[str, str]:
 def base_of_adapter(directory: str | Path) -> tuple[str, dict[str, str]]:
     """The name of the base, and its mark if an export of ours wrote it; both may be empty."""
     theirs = _read_config(Path(directory))
-    found = metadata_of(Path(directory) / WEIGHTS)
-    mark = {key: found[key] for key in (BASE_FORM, BASE_BITS) if key in found}
+    metadata = metadata_of(Path(directory) / WEIGHTS)
+    mark = {key: metadata[key] for key in (BASE_FORM, BASE_BITS) if key in metadata}
     return theirs.get("base_model_name_or_path") or "", mark
 
 
@@ -397,8 +397,8 @@ def import_adapter(directory: str | Path, spec: ModelSpec, shardings: Any = None
         node = params
         for part in path[:-1]:
             node = node.setdefault(part, {})
-        found = read.pop(path)
-        node[path[-1]] = each.joined([found[i] for i in range(len(each.parts))])
+        parts = read.pop(path)
+        node[path[-1]] = each.joined([parts[i] for i in range(len(each.parts))])
 
     def place(abstract: Any, value: Any) -> jax.Array:
         return jnp.asarray(value, abstract.dtype)
@@ -422,9 +422,9 @@ def _check_tensors(
     for name, parts in wanted.items():
         shape = parts[0].tensor.whole_shape
         if name not in stored or stored[name].shape != shape:
-            found = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
+            has = "no such tensor" if name not in stored else f"shape {stored[name].shape}"
             raise ConfigError(
-                f"{directory / WEIGHTS} has {found} for {name}, and the model wants "
+                f"{directory / WEIGHTS} has {has} for {name}, and the model wants "
                 f"{shape}; give the adapter of this model"
             )
     if unread := sorted(name for name in stored if name not in wanted and not _is_head(name)):
@@ -436,8 +436,6 @@ def _check_tensors(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; give the folder of an adapter that PEFT saved")
     try:
         theirs = json.loads(path.read_text())
         rank, alpha = int(theirs["r"]), float(theirs["lora_alpha"])
@@ -454,10 +452,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _stored(directory: Path) -> Mapping[str, StoredTensor]:
-    path = directory / WEIGHTS
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; save the adapter as safetensors")
-    return stored_in([path])
+    return stored_in([directory / WEIGHTS])
 
 
 def _is_head(name: str) -> bool:
@@ -473,5 +468,5 @@ def _module_of(name: str) -> str:
 
 
 def _leaves(tree: Params) -> list[tuple[Leaf, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [(tuple(entry.key for entry in path), leaf) for path, leaf in found]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(entry.key for entry in path), leaf) for path, leaf in leaves]

@@ -33,7 +33,6 @@ _EXPONENTS = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
-_LFS = b"version https://git-lfs"
 _CHECKED_AT_ONCE = 1 << 20  # elements; a few MB stay in the processor's cache
 
 
@@ -51,7 +50,7 @@ class LazyTensor:
     name: str
     shape: tuple[int, ...]
     fetch: Callable[[], np.ndarray]
-    own_dtype: str | None = None  # that it is written in, whatever that of the file is
+    own_dtype: str | None = None  # dtype in the file; None: the dtype of the others
 
     def written_in(self, dtype: np.dtype) -> np.dtype:
         """Its dtype in a file of `dtype`."""
@@ -94,8 +93,6 @@ def split_into_shards(
     tensors: Sequence[LazyTensor], dtype: np.dtype, max_shard_bytes: int
 ) -> list[list[LazyTensor]]:
     """Fill shards in order up to `max_shard_bytes`. A larger tensor gets its own shard."""
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; give a positive number of bytes")
     shards: list[list[LazyTensor]] = []
     used = 0
     for tensor in tensors:
@@ -167,7 +164,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """What a safetensors file says of itself. Raises: ValueError as `stored_tensors`."""
+    """The metadata of a safetensors file. Raises: ValueError as `stored_tensors`."""
     try:
         with safe_open(path, framework="numpy") as file:
             return dict(file.metadata() or {})
@@ -177,27 +174,22 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 def stored_in(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Every tensor of safetensors files by name. Raises: ValueError as `stored_tensors`."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():
-                    if name in found:
+                    if name in tensors:
                         raise ValueError(
-                            f"tensor {name!r} is in {found[name].path.name} and in {path.name}; "
+                            f"tensor {name!r} is in {tensors[name].path.name} and in {path.name}; "
                             f"remove the files of {path.parent} that its index does not need"
                         )
                     piece = file.get_slice(name)
                     shape = tuple(piece.get_shape())
-                    found[name] = StoredTensor(name, shape, piece.get_dtype(), path)
+                    tensors[name] = StoredTensor(name, shape, piece.get_dtype(), path)
         except SafetensorError as error:
-            with path.open("rb") as file:
-                if file.read(len(_LFS)) == _LFS:
-                    raise ValueError(
-                        f"{path} is a pointer of Git LFS, not the weights; fetch them: git lfs pull"
-                    ) from None
             raise ValueError(f"{path} cannot be read ({error}); fetch it again") from error
-    return found
+    return tensors
 
 
 def read_tensors(tensors: Iterable[StoredTensor]) -> Iterator[tuple[str, np.ndarray]]:
@@ -246,7 +238,7 @@ def _weight_files(directory: Path) -> list[Path]:
         if _SINGLE_FILE not in names and (directory / _SINGLE_FILE).is_file():
             raise ValueError(
                 f"{directory} holds {_SINGLE_FILE}, and {_INDEX_FILE} of other files: remove the "
-                "weights that are not those of the model"
+                "weights that do not belong to the model"
             )
         paths = [directory / name for name in names]
     else:

@@ -24,7 +24,7 @@ class UselessWeights(ValueError):
 
 @dataclass(kw_only=True)
 class Growth:
-    """How far the norm of each role's weights may grow, from the first save of a run on."""
+    """The limit on the norm of each role's weights, from the first save of a run on."""
 
     most: float  # times the norm at the start
     start: dict[str, float] = field(default_factory=dict)  # norms by role
@@ -33,10 +33,10 @@ class Growth:
         """Take over the norms of the run that goes on."""
         self.start = dict(start)
 
-    def check(self, found: ByItem, step: int) -> None:
+    def check(self, items: ByItem, step: int) -> None:
         """Notes the norms of a role that is new. Raises: UselessWeights that says why."""
-        why = unsound(found)
-        for role, norm in norms(found).items():
+        why = unsound(items)
+        for role, norm in norms(items).items():
             first = self.start.setdefault(role, norm)
             if not why and norm > self.most * first:
                 why = (
@@ -51,17 +51,17 @@ class Growth:
             )
 
 
-def unsound(found: ByItem) -> str:
-    """What is wrong with weights or optimizer states; empty where nothing is."""
-    weights = _weights(found)
-    for item, arrays in found.items():
+def unsound(items: ByItem) -> str:
+    """The reason why weights or optimizer states are useless; empty where they are not."""
+    weights = _weights(items)
+    for item, arrays in items.items():
         if item not in weights and not item.endswith(OPTIMIZER):
             continue
         wrong = [f"{item}/{path}" for path, array in arrays.items() if not array.finite]
         if wrong:
             return f"NaN or infinity is in {listed(wrong)}"
     for item in weights:
-        large = {path: a.rms for path, a in found[item].items() if not a.rms <= MOST_RMS}
+        large = {path: a.rms for path, a in items[item].items() if not a.rms <= MOST_RMS}
         for path, rms in large.items():
             return (
                 f"the weights of {item}/{path} have a root mean square of {_shown(rms)}, and none "
@@ -70,10 +70,10 @@ def unsound(found: ByItem) -> str:
     return ""
 
 
-def norms(found: ByItem) -> dict[str, float]:
+def norms(items: ByItem) -> dict[str, float]:
     """The norm of each role's weights."""
     return {
-        item: math.sqrt(sum(a.squares for a in found[item].values())) for item in _weights(found)
+        item: math.sqrt(sum(a.squares for a in items[item].values())) for item in _weights(items)
     }
 
 
@@ -91,9 +91,9 @@ def check_loaded(params: Any, source: object) -> None:
         )
 
 
-def _weights(found: ByItem) -> list[str]:
+def _weights(items: ByItem) -> list[str]:
     """The items that are weights of a role that learns: those with an optimizer."""
-    return [item for item in found if item + OPTIMIZER in found]
+    return [item for item in items if item + OPTIMIZER in items]
 
 
 def _shown(size: float) -> str:

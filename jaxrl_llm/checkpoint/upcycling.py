@@ -50,8 +50,6 @@ class Upcycling:
                 f"--experts_per_token={self.experts_per_token} of --experts={self.experts}: a "
                 f"token takes 1 to {self.experts} different experts"
             )
-        if self.seed < 0:
-            raise ValueError(f"--seed={self.seed}: give 0 or more")
         if self.router_std is not None and not 0 < self.router_std < float("inf"):
             raise ValueError(
                 f"--router_std={self.router_std}: a router needs random weights, as with equal "
@@ -103,7 +101,7 @@ def upcycled_config(config: ModelConfig, mixture: Upcycling) -> ModelConfig:
 
 
 def with_experts(params: Params, config: ModelConfig, mixture: Upcycling) -> Params:
-    """The parameters of a dense model as those of the mixture `config`, on the host.
+    """Parameters of the mixture `config` from the parameters of a dense model, on the host.
 
     Experts are views of the dense MLP, so they take no memory.
     """

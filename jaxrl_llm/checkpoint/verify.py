@@ -20,13 +20,13 @@ def verify(path: Path) -> Iterator[tuple[str, bool]]:
         yield _checked(path)
         return
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    found = [
+    steps = [
         step for each in folder.glob(f"{STEP_PREFIX}_*") if (step := step_of(each)) is not None
     ]
     aside = sorted((folder / DAMAGED).glob("*"))
-    if not found and not aside:
+    if not steps and not aside:
         raise ConfigError(f"{path} holds no checkpoint; give the folder of a run")
-    for step in sorted(found):
+    for step in sorted(steps):
         yield _checked(folder / f"{STEP_PREFIX}_{step}")
     if (folder / FROZEN).is_dir():
         yield _checked(folder / FROZEN)

@@ -124,15 +124,6 @@ def test_missing_unexpected_misshapen_and_quantised_tensors_are_refused_by_name(
     refused({}, rf"lacks '{norm}'")
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path):
-    config = tiny_config()
-    source = write_directory(tmp_path, config)
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    (source / "model.safetensors").write_text(text)
-    with pytest.raises(ValueError, match="is a pointer of Git LFS, not the weights; fetch them"):
-        import_params(source, model_spec(config))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
 def test_a_weight_that_is_no_number_is_refused_by_name(tmp_path, number, dtype):
@@ -200,11 +191,8 @@ def test_a_second_copy_of_a_tied_head_is_left_out(tmp_path):
             import_params(source, spec)
 
 
-def test_another_family_or_a_broken_directory_is_refused(tmp_path):
+def test_a_broken_directory_is_refused(tmp_path):
     source = write_directory(tmp_path / "source", tiny_config())
-    mistral = model_spec(CONFIGS["mistral"])
-    with pytest.raises(ValueError, match="holds a llama model and the spec is a mistral"):
-        import_params(source, mistral)
     (source / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not json at all")
     with pytest.raises(ValueError, match="cannot be read"):
         import_params(source, model_spec(tiny_config()))
@@ -268,8 +256,6 @@ def test_sharded_export_with_an_index(tmp_path):
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="holds model.safetensors, and .*index.json of other"):
         import_params(out, spec)
-    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
-        export(out, spec, params, tokenizer_files_from=source, max_shard_bytes=0)
 
 
 def test_two_files_with_the_same_tensor_are_refused(tmp_path):
@@ -339,7 +325,7 @@ def test_a_classifier_into_several_labels_is_refused(tmp_path):
     config = tiny_config()
     tensors = random_tensors(config, "scalar") | {"score.weight": np.zeros((3, 48), np.float32)}
     source = write_directory(tmp_path / "source", config, "scalar", tensors=tensors)
-    with pytest.raises(ValueError, match="classifies into 3 labels"):
+    with pytest.raises(ValueError, match="score.weight' of .* has shape"):
         import_params(source, model_spec(config, "scalar"))
 
 

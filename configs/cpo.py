@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/cpo.py
 
-The warm-up and the pairs are those of `dpo.py`. CPO is DPO with a uniform reference, so there is no
-reference model (Xu et al. 2024, https://arxiv.org/abs/2401.08417). The likelihood of the right
-answers is added to the loss.
+The warm-up and the pairs are the same as in `dpo.py`. CPO is DPO with a uniform reference, so there
+is no reference model (Xu et al. 2024, https://arxiv.org/abs/2401.08417). The likelihood of the
+right answers is added to the loss.
 """
 
 from dataclasses import replace

@@ -4,7 +4,7 @@ python scripts/train.py --config=configs/grpo_lora.py
 
 The warm-up trains all weights, which are then the frozen base. GRPO trains adapters of rank 8 on
 every projection (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with a learning rate that is
-higher than that of all weights. The base is also the reference policy. See docs/lora.md.
+higher than for all weights. The base is also the reference policy. See docs/lora.md.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 python scripts/train.py --config=configs/ppo_reward_model.py
 
-The model and the warm-up are those of `ppo.py`. A scalar model, begun from the warmed-up
+The model and the warm-up are the same as in `ppo.py`. A scalar model, begun from the warmed-up
 actor, then learns from pairs of a right and a wrong answer (Bradley and Terry, as in Ouyang et al.
 2022, https://arxiv.org/abs/2203.02155). Its score is the only reward. So no Python takes part in an
 iteration, which is one compiled program. Validation still asks whether the answer is right.

@@ -2,9 +2,9 @@
 
 python scripts/train.py --config=configs/simpo.py
 
-The warm-up and the pairs are those of `dpo.py`. The mean log-prob of an answer's tokens is its
-reward (Meng et al. 2024, https://arxiv.org/abs/2405.14734). That of the right answer must be larger
-by a margin. There is no reference model.
+The warm-up and the pairs are the same as in `dpo.py`. The reward of an answer is the mean log-prob
+of its tokens (Meng et al. 2024, https://arxiv.org/abs/2405.14734). The reward of the right answer
+must be larger by a margin. There is no reference model.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a user names by path, the nearest name to a misspelt one, and values in messages. No jax.
+"""Functions and files that a user names by path, the nearest name, and values in messages. No jax.
 
 A path is `file.py:name` or `package.module:name`. This is the only place that imports by path.
 """
@@ -175,7 +175,7 @@ def check_settings(
 
 
 def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """What the user's function at `path` returns. ValueError, with its line, if it fails."""
+    """Call the user's function at `path`. ValueError, with its line, if it fails."""
     try:
         return function(*arguments, **settings)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -203,12 +203,12 @@ def nearest(word: str, choices: Iterable[str], *, prefix: str = "") -> str:
     `prefix` stands before the choice, as the record of a key does.
     """
     lowered = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), lowered, n=1)
-    return f"; did you mean {prefix + lowered[found[0]]!r}?" if found else ""
+    near = difflib.get_close_matches(word.lower(), lowered, n=1)
+    return f"; did you mean {prefix + lowered[near[0]]!r}?" if near else ""
 
 
 def nearest_file(path: Path) -> str:
-    """What exists instead of `path`: the nearest name in the deepest folder that exists."""
+    """The hint for a missing `path`: the nearest name in the deepest folder that exists."""
     if exists(path):
         return f"; {str(path)!r} is a {'folder' if path.is_dir() else 'file'}"
     folder, missing = path.parent, path.name
@@ -218,8 +218,8 @@ def nearest_file(path: Path) -> str:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:  # it may not be read
         names = []
-    found = difflib.get_close_matches(missing, names, n=1, cutoff=0.5)
-    if found:
-        return f"; did you mean {str(folder / found[0])!r}?"
+    near = difflib.get_close_matches(missing, names, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {str(folder / near[0])!r}?"
     shown = [name for name in names if not name.startswith((".", "__"))][:12]
     return f"; {str(folder)!r} holds: {', '.join(shown) or 'nothing'}"

@@ -1,7 +1,7 @@
 """The settings of every algorithm. `algorithms/build.py` composes each from pure functions.
 
 A record that inherits from another has its settings, with another default where it names one.
-Names and defaults are verl's online, and those of the papers and TRL offline.
+Names and defaults are verl's online, and the papers' and TRL's offline.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -126,7 +126,7 @@ class PPO(Clipped, kind="ppo"):
 class GRPO(Clipped, kind="grpo"):
     """GRPO: a sample is compared with the others of its group. arXiv:2402.03300.
 
-    The KL in the loss is that of verl's recipes. The paper aggregates by seq-mean-token-mean.
+    The KL in the loss follows verl's recipes. The paper aggregates by seq-mean-token-mean.
     """
 
     norm_adv_by_std: bool = True  # whether advantages are divided by the group's std

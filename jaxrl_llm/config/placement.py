@@ -1,4 +1,4 @@
-"""Which devices run which role: what a config's `placement` says, without jax.
+"""The devices of each role, as a config's `placement` gives them. Imports no jax.
 
 A device is a number, counted over all nodes, or a pair (node, number on it). A node is a process.
 """
@@ -13,7 +13,7 @@ from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.messages import ConfigError
 
 ACTOR = "actor"
-ROLLOUT = "rollout"  # generation of the actor's samples
+ROLLOUT = "rollout"  # role of generation
 NODES = "node0:0-7;node1:0-7"
 _RANGE = r"\s*\d+(?:-\d+)?\s*"
 _ADDRESS = re.compile(rf"(?:node(\d+):)?({_RANGE}(?:,{_RANGE})*)")  # 0-3,6 or node1:0-3,6
@@ -27,29 +27,27 @@ def devices_of_roles(config: Config) -> dict[str, Devices]:
     Raises: ConfigError for an unknown role, group or node, devices that cannot be read, an overlap.
     """
     known, size = _roles(config), config.mesh.num_devices
-    given = {} if config.placement == AUTO else _given(config, known)  # auto: not chosen yet
-    found = {ACTOR: _devices(config, ACTOR, given[ACTOR]) if ACTOR in given else tuple(range(size))}
-    if (number := len(found[ACTOR])) != size:
-        fsdp, odd = divmod(number, size // config.mesh.fsdp)
-        works = f"--config.mesh={{fsdp: {number}}}" if odd else f"--config.mesh.fsdp={fsdp}"
+    texts = {} if config.placement == AUTO else _texts(config, known)  # auto: not chosen yet
+    roles = {ACTOR: _devices(config, ACTOR, texts[ACTOR]) if ACTOR in texts else tuple(range(size))}
+    if (number := len(roles[ACTOR])) != size:
         raise ConfigError(
-            f"config.placement.actor={given[ACTOR]} has {number} devices, and config.mesh has "
-            f"{size}; {works} has as many"
+            f"config.placement.actor={texts[ACTOR]} has {number} devices, and config.mesh has "
+            f"{size}; both have the same number"
         )
-    for role, text in given.items():
+    for role, text in texts.items():
         owner = text if text in known else role  # "reference": "critic"
         if owner == ACTOR:
             continue
-        if text in known and given.get(owner, ACTOR) in known:
+        if text in known and texts.get(owner, ACTOR) in known:
             raise ConfigError(
                 f"config.placement.{role}={owner}: config.placement.{owner} gives no device "
                 "numbers; name them there"
             )
-        devices = _devices(config, owner, given[owner])
-        if set(devices) != set(found[ACTOR]):
-            found[role] = devices
-    _check_together(config, given, found)
-    return found
+        devices = _devices(config, owner, texts[owner])
+        if set(devices) != set(roles[ACTOR]):
+            roles[role] = devices
+    _check_together(config, texts, roles)
+    return roles
 
 
 def nodes_of(config: Config) -> list[tuple[str, int]]:
@@ -63,10 +61,10 @@ def mesh_of_role(config: Config, role: str) -> MeshConfig:
 
     Generation on devices of its own makes groups of `mesh.generation.tensor` of them.
     """
-    found = devices_of_roles(config)
-    if role == ACTOR or role not in found:
+    devices = devices_of_roles(config)
+    if role == ACTOR or role not in devices:
         return config.mesh
-    mesh = MeshConfig(fsdp=len(found[role]))
+    mesh = MeshConfig(fsdp=len(devices[role]))
     return replace(mesh, generation=config.mesh.generation) if role == ROLLOUT else mesh
 
 
@@ -77,22 +75,22 @@ def on_one_group(config: Config, mesh: MeshConfig) -> Config:
     )
 
 
-# ------------------------------------------------------------------------- what is written
+# ------------------------------------------------------------------------- texts
 
 
 def _roles(config: Config) -> list[str]:
     optional = {"reward": config.reward.model, "teacher": config.teacher}
-    given = [name for name, model in optional.items() if model is not None]
-    return [ACTOR, ROLLOUT, "critic", "reference", *given, *(model.name for model in config.models)]
+    names = [name for name, model in optional.items() if model is not None]
+    return [ACTOR, ROLLOUT, "critic", "reference", *names, *(model.name for model in config.models)]
 
 
-def _given(config: Config, known: Sequence[str]) -> dict[str, str]:
-    """The placement as text. With node groups the actor has the first one, if nothing is said."""
+def _texts(config: Config, known: Sequence[str]) -> dict[str, str]:
+    """The placement as text. With node groups the actor has the first one by default."""
     placement: Any = config.placement
-    groups, given = list(config.node_groups), {}
+    groups, texts = list(config.node_groups), {}
     for role, value in placement.items():
         values = value if isinstance(value, list | tuple) else (value,)  # 4,5 was read as a list
-        given[role] = ",".join(str(each).strip() for each in values)
+        texts[role] = ",".join(str(each).strip() for each in values)
         if role not in known:
             hint = nearest(role, known) or f"; this run has {', '.join(known)}"
             raise ConfigError(f"config.placement.{role}: no role has that name{hint}")
@@ -100,18 +98,18 @@ def _given(config: Config, known: Sequence[str]) -> dict[str, str]:
         if name in known or re.fullmatch(r"node\d+", name):
             why = "that is the name of a role or of a node; another works, for example train"
             raise ConfigError(f"config.node_groups.{name}: {why}")
-    if groups and not given:
+    if groups and not texts:
         works = f"--config.placement.rollout={groups[-1]}"
         raise ConfigError(f"config.node_groups: no role is placed on a group; set {works}")
-    return {**given, ACTOR: given.get(ACTOR, groups[0])} if groups else given
+    return {**texts, ACTOR: texts.get(ACTOR, groups[0])} if groups else texts
 
 
 def _devices(config: Config, role: str, text: str) -> Devices:
     """The devices of a group, of "node0:0-3;node1:0-3" or of "0-3,6". Each stands once."""
-    nodes, on_nodes, found = nodes_of(config), text.startswith("node"), []
+    nodes, on_nodes, devices = nodes_of(config), text.startswith("node"), []
     if text in config.node_groups:
-        own = [(node, size) for node, (name, size) in enumerate(nodes) if name == text]
-        return tuple((node, number) for node, size in own for number in range(size))
+        group = [(node, size) for node, (name, size) in enumerate(nodes) if name == text]
+        return tuple((node, number) for node, size in group for number in range(size))
     for part in text.split(";") if on_nodes else [text]:
         address = _ADDRESS.fullmatch(part.strip())
         if address is None or bool(address[1]) != on_nodes:
@@ -127,38 +125,37 @@ def _devices(config: Config, role: str, text: str) -> Devices:
             if not numbers:
                 why = f"{first}-{last} names no device; the smaller number comes first"
                 raise ConfigError(f"config.placement.{role}={text}: {why}")
-            found += [(int(address[1]), each) for each in numbers] if on_nodes else numbers
-    for node, number in found if on_nodes and nodes else ():
+            devices += [(int(address[1]), each) for each in numbers] if on_nodes else numbers
+    for node, number in devices if on_nodes and nodes else ():
         if node >= len(nodes) or number >= nodes[node][1]:
             sizes = sorted({size for _, size in nodes})
             raise ConfigError(
                 f"config.placement.{role} names device {number} of node{node}, and "
-                f"config.node_groups has {len(nodes)} nodes of {sizes} devices, numbered from 0; "
-                "name one of these"
+                f"config.node_groups has {len(nodes)} nodes of {sizes} devices, numbered from 0"
             )
-    if len(set(found)) < len(found):
-        raise ConfigError(f"config.placement.{role}={text} names a device twice; name it once")
-    return tuple(found)
+    if len(set(devices)) < len(devices):
+        raise ConfigError(f"config.placement.{role}={text} names a device twice")
+    return tuple(devices)
 
 
-def _check_together(config: Config, given: dict[str, str], found: dict[str, Devices]) -> None:
+def _check_together(config: Config, texts: dict[str, str], roles: dict[str, Devices]) -> None:
     """All roles name nodes or none does; no group is idle; roles share all devices or none."""
-    plain = [role for role, devices in found.items() if isinstance(devices[0], int)]
-    if 0 < len(plain) < len(found):
+    plain = [role for role, devices in roles.items() if isinstance(devices[0], int)]
+    if 0 < len(plain) < len(roles):
         role = plain[0]
         raise ConfigError(
-            f"config.placement.{role}={given.get(role, 'the first devices')} has no nodes, and "
+            f"config.placement.{role}={texts.get(role, 'the first devices')} has no nodes, and "
             f"others have; name them, for example --config.placement.{role}={NODES}"
         )
     for name in config.node_groups:
-        own = [f"node{node}:" for node, (group, _) in enumerate(nodes_of(config)) if group == name]
-        by_number = any(node in text for text in given.values() for node in own)
-        if name not in given.values() and not by_number:
+        nodes = [f"node{node}:" for node, (own, _) in enumerate(nodes_of(config)) if own == name]
+        by_number = any(node in text for text in texts.values() for node in nodes)
+        if name not in texts.values() and not by_number:
             works = f"place one there, for example --config.placement.critic={name}"
             raise ConfigError(f"config.node_groups.{name}: no role uses it; {works}")
     # The actor is the first: it is the other one, whose devices may be taken by its name.
-    for role, devices in reversed(found.items()):
-        for other, theirs in found.items():
+    for role, devices in reversed(roles.items()):
+        for other, theirs in roles.items():
             both = sorted(set(devices) & set(theirs))
             if both and set(devices) != set(theirs):
                 first = both[0] if isinstance(both[0], int) else f"{both[0][1]} of node{both[0][0]}"

@@ -71,7 +71,7 @@ Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placeme
 
 
 class PhaseMeshConfig(Record):
-    """How a phase lays the same devices out; the devices left over are replicas."""
+    """The layout of a phase on the same devices; the devices left over are replicas."""
 
     tensor: Whole = 0  # neighbouring devices that share the heads; 0: mesh.tensor
 
@@ -403,7 +403,7 @@ class PhaseConfig(Record):
 
 
 class LogConfig(Record):
-    """What the user sees."""
+    """Output for the user."""
 
     console_every: Whole = 1  # steps between progress lines
     samples_every: Whole = 20  # steps between tables of samples; 0: never
@@ -424,7 +424,7 @@ class ProfileConfig(Record):
 
 
 class CheckpointConfig(Record):
-    """What is kept on disk."""
+    """Checkpoints on disk."""
 
     keep_latest: Count = 2  # number of latest checkpoints that are kept
     keep_best: Whole = 1  # number of best checkpoints that are kept, by best_metric

@@ -18,7 +18,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Rule:
-    """Keeps what has lower <= distance <= upper."""
+    """A rejection rule: it keeps tokens or responses with lower <= distance <= upper."""
 
     name: str
     lower: float
@@ -45,14 +45,14 @@ def parse_rules(names: str | None, thresholds: float | str | None) -> tuple[Rule
     number u means "1/u_u". All others have the largest distance. Raises ValueError for other text.
     """
     chosen = rule_names(names or "")
-    given = [part.strip() for part in str(thresholds).split(",")] if thresholds is not None else []
-    if not chosen or len(given) not in (1, len(chosen)):
+    texts = [part.strip() for part in str(thresholds).split(",")] if thresholds is not None else []
+    if not chosen or len(texts) not in (1, len(chosen)):
         raise ValueError(
             f"rollout_rs={names!r} with rollout_rs_threshold={thresholds!r}: give rules, and one "
             'threshold for all or one each, such as "token_k1,seq_mean_k3" with "0.5_2.0,0.01"'
         )
-    given = given * len(chosen) if len(given) == 1 else given
-    return tuple(_rule(name, text) for name, text in zip(chosen, given, strict=True))
+    texts = texts * len(chosen) if len(texts) == 1 else texts
+    return tuple(_rule(name, text) for name, text in zip(chosen, texts, strict=True))
 
 
 def _rule(name: str, text: str) -> Rule:

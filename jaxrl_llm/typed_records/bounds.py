@@ -78,7 +78,7 @@ class UpTo:
     """For `Annotated`: an upper bound, which is the value of another key of the record."""
 
     key: str
-    itself: bool = True  # whether the value may be equal to that of the key
+    itself: bool = True  # whether the value may be equal to the key's
 
 
 Many = Annotated[tuple[T, ...], Strict(False), BeforeValidator(_alone)]

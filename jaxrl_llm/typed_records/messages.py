@@ -62,9 +62,9 @@ def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
         return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")
     if kind.startswith("missing"):
         return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
-    given = first["input"]
-    typed = isinstance(given, Text) and given.isprintable()
-    text = given[:MOST_SHOWN] if typed else shown(given, MOST_SHOWN)
+    value = first["input"]
+    typed = isinstance(value, Text) and value.isprintable()
+    text = value[:MOST_SHOWN] if typed else shown(value, MOST_SHOWN)
     works = getattr(holder, str(place[0]), None) if len(place) == 1 else None
     return ConfigError(f"{here}={text}: {_remedy(first, context, works)}")
 
@@ -75,13 +75,13 @@ def number_text(value: float) -> str:
 
 
 def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
-    kind, given = error["type"], error["input"]
+    kind, value = error["type"], error["input"]
     number = isinstance(works, int | float) and not isinstance(works, bool)
     end = f"; {number_text(works)} works" if number else ""
     if kind == "literal_error":
         choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
         words = [str(choice) for choice in choices]
-        return f"expected one of {', '.join(words)}{nearest(str(given), words)}"
+        return f"expected one of {', '.join(words)}{nearest(str(value), words)}"
     for name, (words, beyond) in _BOUNDS.items():
         if name in context:
             bound = context[name]

@@ -125,7 +125,7 @@ def _parse(text: Any, key: str, *, raw: bool = False) -> Any:
 
 
 def split_entries(text: str) -> list[str] | None:
-    """What stands between commas outside brackets and quotes, stripped; empty ones are left out.
+    """The entries between commas outside brackets and quotes, stripped; empty ones are left out.
 
     None where a bracket or a quote is not closed.
     """

@@ -1,4 +1,4 @@
-"""What a Python program gives as objects: functions and rows, which a config file cannot hold.
+"""Objects of a Python program in a config: functions and rows, which a file cannot hold.
 
 The config holds the object. Its JSON holds a name and a digest, so that a run that goes on is given
 the same object. Both records are made by the field that takes them.

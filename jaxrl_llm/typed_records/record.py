@@ -49,23 +49,23 @@ class Record:
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys(cls, given: Any) -> Any:
-        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+    def _known_keys(cls, record: Any) -> Any:
+        values = record.kwargs if isinstance(record, ArgsKwargs) else record
         known = fields_of(cls)
         for name in map(str, values) if isinstance(values, dict) else ():
             if name not in known:
                 hint, keys = nearest(name, known), ", ".join(known)
                 context = {"name": name, "known": list(known), "hint": hint, "keys": keys}
                 raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {keys}", context)
-        return given
+        return record
 
     @field_validator("*", mode="before")
     @classmethod
-    def _paths_are_text(cls, given: Any) -> Any:
+    def _paths_are_text(cls, value: Any) -> Any:
         """A program may give a Path."""
-        if isinstance(given, list | tuple):
-            return [str(each) if isinstance(each, PurePath) else each for each in given]
-        return str(given) if isinstance(given, PurePath) else given
+        if isinstance(value, list | tuple):
+            return [str(each) if isinstance(each, PurePath) else each for each in value]
+        return str(value) if isinstance(value, PurePath) else value
 
 
 def classes_in(annotation: Any) -> list[type]:

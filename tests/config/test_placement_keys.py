@@ -92,7 +92,11 @@ BY_ITSELF: dict[str, tuple[dict[str, Any], dict[str, NodeGroup], str]] = {
         GROUPS,
         "share device 0 of node0",
     ),
-    "sizes of the actor": ({"rollout": "inference"}, GROUPS, "--config.mesh.fsdp=4"),
+    "sizes of the actor": (
+        {"rollout": "inference"},
+        GROUPS,
+        "has 4 devices, and config.mesh has 2",
+    ),
     "a group that nobody uses": (
         {"actor": "inference", "critic": "inference"},
         GROUPS,

@@ -15,10 +15,8 @@ from jaxrl_llm.config import (
     Config,
     ConfigError,
     OptimizerConfig,
-    apply_overrides,
     load_config,
 )
-from jaxrl_llm.config.placement import devices_of_roles
 from jaxrl_llm.config.rules.check import bounds_by_keys
 from jaxrl_llm.config.schema import CheckpointConfig
 from jaxrl_llm.estimate.lengths import lengths_in
@@ -214,15 +212,6 @@ def test_lengths_of_a_file_are_not_empty(tmp_path):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=message):
             lengths_in(file)
-
-
-def test_another_mesh_has_the_devices_of_the_placement():
-    """The remedy counts all axes."""
-    mesh = {"mesh.expert": 2, "mesh.fsdp": 2, "actor.hf_config": {}, "actor.path": ""}
-    for devices, works in (("0-7", "--config.mesh.fsdp=4"), ("0-2", "--config.mesh={fsdp: 3}")):
-        config = apply_overrides(Config(), {**mesh, "placement": {"actor": devices}})
-        with pytest.raises(ConfigError, match=re.escape(works)):
-            devices_of_roles(config)
 
 
 def test_null_is_the_empty_list():

@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"critic": "3-4"},
         "critic and actor share device 3 .*--config.placement.critic=actor",
     ),
-    "sizes of the actor": ({"actor": "0-2"}, "--config.mesh.fsdp=3"),
+    "sizes of the actor": ({"actor": "0-2"}, "has 3 devices, and config.mesh has 4"),
     "samples": ({"critic": "4-6"}, "3 devices, which do not divide"),
     "without numbers": ({"critic": "reference"}, "config.placement.reference gives no device"),
 }

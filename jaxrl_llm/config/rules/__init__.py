@@ -1,6 +1,6 @@
 """Rules that span keys of a config, checked without jax in milliseconds.
 
-A rule yields faults. All rules in their order, and those of no other file: check.py.
+A rule yields faults. All rules in their order, and the rules of no other file: check.py.
 Two settings that exclude or need each other: a row of conflicts.py.
 What the mesh, the batches and the models must divide: sizes.py.
 Files, folders, functions and packages that must be there: paths.py.
@@ -15,7 +15,7 @@ NO_KEY = "\0"  # a "<" of a user's text
 
 
 def fault_of(test: Callable[[Any], object], value: Any) -> str:
-    """What a test that raises ValueError says; empty where it does not."""
+    """The message of a test that raises ValueError; empty where it does not."""
     try:
         test(value)
     except ValueError as error:

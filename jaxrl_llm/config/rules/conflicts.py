@@ -23,7 +23,7 @@ from jaxrl_llm.typed_records.tree import default_at, every, is_empty, value_at
 
 
 class Setting(NamedTuple):
-    """What a config may say at a key: any value but the default, or what `when` tests."""
+    """A value at a key: any but the default, or values for which `when` holds."""
 
     key: str
     when: Callable[[Config], object] | None = None
@@ -58,10 +58,10 @@ def conflicts(config: Config) -> Faults:
 
 
 def pairs_of(config: Config) -> list[Conflict]:
-    """The pairs of the run, and those of each of its models."""
+    """The pairs of the run and of each of its models."""
 
-    def setting(given: Setting | str) -> Setting:
-        return Setting(given) if isinstance(given, str) else given
+    def setting(each: Setting | str) -> Setting:
+        return Setting(each) if isinstance(each, str) else each
 
     models = every(config, ModelSettings)
     rows = [*OF_THE_RUN, *(row for key, model in models for row in _of_a_model(key, model))]

@@ -1,4 +1,4 @@
-"""What a config names on this machine: data, models, functions and packages. They must be there.
+"""Data, models, functions and packages that a config names must be on this machine.
 
 Fields do not look: the config of a run is also read where its files are not.
 """

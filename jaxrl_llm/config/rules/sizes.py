@@ -110,7 +110,7 @@ def batches(c: Config) -> Faults:
 
 
 def lengths(c: Config) -> Faults:
-    """What takes tokens has room for the longest response or sample, and a part is shorter."""
+    """A row or a cache has room for the longest response or sample, and a part is shorter."""
     response, sample = c.data.max_response_length, c.data.max_row_length
     keys = ["actor.micro_batch_tokens"]
     if not is_offline(c):

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from example_commands import TRL, VERL, trl_words, verl_words
+from example_commands import TRL, VERL, VERSIONS, words_of
 
 from jaxrl_llm.convert.command_words import command_words
 from jaxrl_llm.convert.conversion import Conversion
@@ -22,11 +22,10 @@ def row(name: str, found: Conversion) -> str:
 
 
 def rows_of_verl() -> list[str]:
-    versions = {"1dda": "0.10", "b178": "0.8"}
     return [
         row(
-            f"`{example['name']}` | {versions[example['commit'][:4]]}",
-            convert_verl(verl_words(example), rows=7473),
+            f"`{example['name']}` | {VERSIONS[example['commit']]}",
+            convert_verl(words_of(example), rows=7473),
         )
         for example in VERL
     ]
@@ -38,7 +37,7 @@ def rows_of_trl() -> list[str]:
     for example in TRL:
         seen[example["name"]] += 1
         again = f" ({seen[example['name']]})" if seen[example["name"]] > 1 else ""
-        conversion = convert_trl(trl_words(example), rows=10_000, devices=8)
+        conversion = convert_trl(words_of(example), rows=10_000, devices=8)
         found.append(row(f"`{example['name']}`{again}", conversion))
     return found
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from example_commands import TRL, VERL, trl_words, verl_words
+from example_commands import TRL, VERL, words_of
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.account import lines
@@ -21,10 +21,10 @@ DPO = "trl dpo --model_name_or_path a/b --dataset_name c/d"
 
 @pytest.mark.parametrize("library", ["verl", "trl"])
 def test_each_file_makes_the_config_and_each_key_is_accounted_for(library, tmp_path):
-    examples, words = (VERL, verl_words) if library == "verl" else (TRL, trl_words)
+    examples = VERL if library == "verl" else TRL
     convert = convert_verl if library == "verl" else convert_trl
     for i, example in enumerate(examples):
-        found = convert(words(example), rows=7473, devices=8)
+        found = convert(words_of(example), rows=7473, devices=8)
         text = file_of(found, library)
         assert max(map(len, text.splitlines())) <= WIDTH + 60  # a long path has a line of its own
         file = tmp_path / f"config_{i}.py"

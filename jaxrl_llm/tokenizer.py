@@ -10,24 +10,36 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.chat_template import try_template
 from jaxrl_llm.references import nearest
 from jaxrl_llm.token_bytes import UnknownBytes, bytes_of_tokens
+from jaxrl_llm.turns import Message, Turns
 
-Message = Mapping[str, Any]
-
+log = logging.getLogger(__name__)
 PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
 # Printable ASCII and the newline, without "|" and "`". Without "|" no text can spell a special
 # token, and the vocabulary has 96 = 2^5 * 3 tokens, a size that any usual tensor axis divides.
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127) if chr(code) not in "|`")
 BYTE_LEVEL = {" ": "\u0120", "\n": "\u010a"}  # how byte-level tokenizers write the two
-TEMPLATE_DATE = "26 Jul 2024"  # Llama 3 templates write the date; today's would break exact resume
+# Llama 3 and gpt-oss write the date; today's would break exact resume.
+TEMPLATE_DATE = "26 Jul 2024"
+FIXED_DATE = (
+    "{%- macro strftime_now(form) -%}{{- '2024-07-26' if form == '%Y-%m-%d' else '"
+    + TEMPLATE_DATE
+    + "' -}}{%- endmacro %}"
+)
+# A letter may follow these in a text, and no token holds the end of one and the letter.
+ANCHORS = ("\n", "a", ".", "0")
 # Variables of a chat template that follow from each row.
 OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
+# Texts by which tokenizers differ.
+SPLIT = ("a", " 12345 it's\t12.5", "\n\n  A x_y <a>", "\u00e9\u6f22 \u5b57")
 DIGEST_SAMPLES = 4096  # tokens whose texts a digest splits again
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
 
@@ -58,7 +70,12 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: `eos_id` and the ids in generation_config.json."""
+        """Ids that end generation: `eos_id`, those of the model's files and of its template."""
+        ...
+
+    @property
+    def stop_origins(self) -> Mapping[int, str]:
+        """Where each of these ids comes from."""
         ...
 
     @property
@@ -68,6 +85,14 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens. ValueError for text it cannot represent."""
+        ...
+
+    def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
+        """Ids of the parts of a text before, between and after `places`.
+
+        Together they are the ids of the text. Where one token would hold both sides of a place, the
+        side before it is encoded as a text that ends there. So is the text before the first place.
+        """
         ...
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -81,8 +106,15 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as one text. ValueError if the template refuses it."""
+        ...
+
+    def turns(
+        self, tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> Turns:
+        """How the chat template writes turns with these tools and variables of a row."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -118,6 +150,7 @@ class CharTokenizer:
     eos_id = 1
     bos_id = None
     stop_ids = (1,)
+    stop_origins: Mapping[int, str] = {1: "character tokenizer"}
     has_chat_template = False
     limit: int | None = None  # the size of the model's vocabulary, where that is smaller
 
@@ -137,6 +170,10 @@ class CharTokenizer:
                 "use a Hugging Face tokenizer for other text"
             ) from None
 
+    def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
+        """Ids of the characters between places."""
+        return [self.encode(text[a:b]) for a, b in pairwise([0, *places, len(text)])]
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The characters. Without `skip_special`, padding and end appear by name.
 
@@ -152,9 +189,19 @@ class CharTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Refuses: characters have no roles."""
-        raise ValueError(
+        raise self._no_template()
+
+    def turns(
+        self, tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> Turns:
+        """Refuses: characters have no roles."""
+        raise self._no_template()
+
+    def _no_template(self) -> ValueError:
+        return ValueError(
             "the character tokenizer has no chat template: give prompts as plain strings "
             "(prompt_style='plain' for a task), or a tokenizer of a chat model"
         )
@@ -218,9 +265,17 @@ class HFTokenizer:
                 f"the tokenizer of {self.path!r} names no eos_token, so no response could end: "
                 "set eos_token in its tokenizer_config.json"
             )
-        self.stop_ids = _stop_ids(self.path, self.eos_id)
+        self._take_file()
         self.bos_id = self._find_bos()
+        self.model_stop_ids = _stop_ids(self.path, self.eos_id)
+        # Id of each added token, and whether it is a special one.
+        self.added_tokens = {
+            token.content: (i, token.special or i in self._tokenizer.all_special_ids)
+            for i, token in self._tokenizer.added_tokens_decoder.items()
+        }
         self._chat_variables: dict[str, Any] = {}
+        self._tried: dict[str, Turns] = {}  # by tools and variables
+        self._told: set[str] = set()
         self._trial: str | None = None  # why its template cannot be used; empty once it can
 
     @property
@@ -238,6 +293,37 @@ class HFTokenizer:
         """Id of pad_token, else of eos_token. Padding is masked and never attended to."""
         pad = self._tokenizer.pad_token_id
         return self.eos_id if pad is None else int(pad)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """End ids of the model's files, then those with which its chat template ends a turn."""
+        return tuple(self._stops)
+
+    @property
+    def stop_origins(self) -> Mapping[int, str]:
+        """Where each end id comes from."""
+        return self._stops
+
+    @cached_property
+    def _stops(self) -> dict[int, str]:
+        origins = dict.fromkeys(self.model_stop_ids, "files of the model")
+        more = self.turns().end_ids() if self.has_chat_template else ()
+        for i in more:
+            if i not in origins:
+                log.warning(
+                    "The chat template ends a turn with %r (id %d), which no file of %s names as "
+                    "an end: it ends responses too, and the exported model names it",
+                    self.decode([i], skip_special=False),
+                    i,
+                    self.path,
+                )
+                origins[i] = "chat template"
+        return origins
+
+    @property
+    def template_name(self) -> str:
+        """The chat template, for messages."""
+        return f"the chat template of {self.path!r}"
 
     @property
     def has_chat_template(self) -> bool:
@@ -260,6 +346,52 @@ class HFTokenizer:
                 "fetch its tokenizer.json again"
             ) from error
 
+    def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
+        """Ids of the parts of a text, as `Tokenizer.encode_parts` describes."""
+        if not places:
+            return [self.encode(text)]
+        ids, offsets = self._encode_with_offsets(text)
+        cuts = [self._cut(text, ids, offsets, place, i == 0) for i, place in enumerate(places)]
+        whole = next((i for i, cut in enumerate(cuts) if cut is None), len(cuts))
+        bounds = [0, *(cut for cut in cuts[:whole] if cut is not None)]
+        if whole == len(places):
+            return [ids[a:b] for a, b in pairwise([*bounds, len(ids)])]
+        # A token holds both sides of a place.
+        before = self.encode_parts(text[: places[whole]], places[:whole])
+        after = [place - places[whole] for place in places[whole + 1 :]]
+        return before + self._encode_behind(text[places[whole] :], after)
+
+    def _encode_behind(self, text: str, places: Sequence[int]) -> list[list[int]]:
+        """Ids of the parts of a text that does not begin a document: no blank is put before it."""
+        for anchor in ANCHORS:
+            ids, offsets = self._encode_with_offsets(anchor + text)
+            if self._cut(anchor + text, ids, offsets, len(anchor), True) is not None:
+                moved = [len(anchor), *(place + len(anchor) for place in places)]
+                return self.encode_parts(anchor + text, moved)[1:]
+        return self.encode_parts(text, places)
+
+    def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return _within(self, list(found["input_ids"])), found["offset_mapping"]
+
+    def _cut(
+        self,
+        text: str,
+        ids: Sequence[int],
+        offsets: Sequence[tuple[int, int]],
+        place: int,
+        checked: bool,
+    ) -> int | None:
+        """Number of tokens before a place; None where a token holds both sides of it."""
+        first = next((i for i, (_, end) in enumerate(offsets) if end > place), len(ids))
+        # Some tokenizers leave blanks out of the offsets, or put one where a text begins.
+        if checked or text[place - 1 : place] == " " or (first and offsets[first - 1][0] >= place):
+            before = self._encode(text[:place])
+            return len(before) if list(ids[: len(before)]) == before else None
+        return first if first == len(ids) or offsets[first][0] >= place else None
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of the ids, without clean-up of spaces."""
         return self._tokenizer.decode(
@@ -273,6 +405,7 @@ class HFTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render with the model's own template. ValueError if it raises or takes too much."""
         if not self.has_chat_template:
@@ -280,32 +413,65 @@ class HFTokenizer:
                 f"the tokenizer of {self.path!r} has no chat template: give prompts as plain "
                 "strings, or add chat_template.jinja to its directory"
             )
-        variables: dict[str, Any] = {
+        given: dict[str, Any] = {
+            "date_string": TEMPLATE_DATE,
+            **self._chat_variables,
+            **(variables or {}),
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
-            "date_string": TEMPLATE_DATE,
-        } | self._chat_variables
+        }
+        if tools and not self._reads("tools"):
+            self._tell(f"{self.template_name} does not read tools: column 'tools' has no effect")
         conversation = [dict(message) for message in messages]
         try:
             if self._trial is None:
-                self._trial = self._try_template(variables | {"messages": conversation})
+                self._trial = self._try_template(given | {"messages": conversation})
             if self._trial:
                 raise ValueError(self._trial)
             return self._tokenizer.apply_chat_template(
                 conversation,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                **variables,
+                chat_template=self._dated_template,
+                **given,
             )
         except Exception as error:  # a template is a program of the model's folder
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses the conversation: {what}") from error
 
-    def set_chat_variables(self, variables: Mapping[str, Any]) -> None:
-        """Give the chat template further variables. ValueError for one that is ours, or unread."""
+    def turns(
+        self, tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None
+    ) -> Turns:
+        """How the chat template writes turns with these tools and variables of a row."""
+        key = json.dumps([bool(tools), variables], sort_keys=True, default=str)
+        if key not in self._tried:
+            self._tried[key] = Turns(self, tools, variables)
+        return Turns(self, tools, variables, self._tried[key])
+
+    @cached_property
+    def _dated_template(self) -> str | None:
+        """A template that asks for the date, with a fixed one; None for another."""
+        template = self._tokenizer.chat_template
+        dated = isinstance(template, str) and "strftime_now" in template
+        return FIXED_DATE + template if dated else None
+
+    def _reads(self, name: str) -> bool:
+        return name in self._template_words
+
+    @cached_property
+    def _template_words(self) -> set[str]:
         template = self._tokenizer.chat_template
         texts = template.values() if isinstance(template, dict) else [template]
-        words = {word for text in texts for word in re.findall(r"\w+", str(text))}
+        return {word for text in texts for word in re.findall(r"\w+", str(text))}
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            log.warning(line)
+
+    def set_chat_variables(self, variables: Mapping[str, Any]) -> None:
+        """Give the chat template further variables. ValueError for one that is ours, or unread."""
+        words = self._template_words
         for name in variables:
             if name in OUR_VARIABLES:
                 raise ValueError(f"config.data.chat_template_kwargs.{name} is set by the rows")
@@ -315,6 +481,7 @@ class HFTokenizer:
                     f"of {self.path!r} reads{nearest(name, words)}"
                 )
         self._chat_variables, self._trial = dict(variables), None
+        self._tried.clear()
 
     def _try_template(self, variables: Mapping[str, Any]) -> str:
         """Why the template takes too much; empty where it does not. Once, not for each row."""
@@ -347,11 +514,33 @@ class HFTokenizer:
         texts = "".join(self.decode([i], skip_special=False) for _, i in vocabulary[::every])
         return _digest(self, vocabulary, self._encode(texts), self._tokenizer.chat_template)
 
+    def _take_file(self) -> None:
+        """Split as tokenizer.json does. For some types of models transformers splits otherwise."""
+        file = Path(self.path) / "tokenizer.json"
+        if not file.is_file():
+            return
+        from tokenizers import Tokenizer as FileTokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        of_file = FileTokenizer.from_file(str(file))
+        if any(_ids(of_file, text) != _ids(self._tokenizer, text) for text in SPLIT):
+            log.warning("transformers splits text otherwise than %s, whose splitting is used", file)
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path)
+
     def _find_bos(self) -> int | None:
         bos = self._tokenizer.bos_token_id
         if bos is None:
             return None
         return int(bos) if self._encode("a", special=True)[:1] == [bos] else None
+
+
+def _ids(tokenizer: Any, text: str) -> list[int] | None:
+    """Ids of a text; None where a vocabulary lacks a part of it."""
+    try:
+        found = tokenizer.encode(text, add_special_tokens=False)
+    except Exception:  # tokenizers raises plain Exception
+        return None
+    return list(getattr(found, "ids", found))
 
 
 def _digest(tokenizer: Tokenizer, *parts: Any) -> str:
@@ -427,18 +616,27 @@ def _keep_import_quiet(record: logging.LogRecord) -> bool:
 
 
 def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
-    """The tokenizer's end id, then the other end ids of generation_config.json, in order."""
+    """The tokenizer's end id, then the other end ids of the model's files, in order.
+
+    They are those of generation_config.json, and without that file those of config.json.
+    """
     from transformers.utils.hub import cached_file
 
-    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    found = _read_object(Path(file)).get("eos_token_id") if file else None
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
-            raise ValueError(
-                f"{file} has the eos_token_id {i!r}, which is not a token id: correct or remove it"
-            )
-    return tuple(dict.fromkeys([eos_id, *ids]))
+    for name in ("generation_config.json", "config.json"):
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        config = _read_object(Path(file)) if file else {}
+        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+                raise ValueError(
+                    f"{file} has the eos_token_id {i!r}, which is not a token id: correct or "
+                    "remove it"
+                )
+        return tuple(dict.fromkeys([eos_id, *ids]))
+    return (eos_id,)
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from jaxrl_llm.data.formats import (
     PreferencePair,
     TokenExample,
     detect_format,
-    example_of,
+    examples_of,
     kept_positions,
     pair_of,
     prompt_of,
@@ -47,7 +47,14 @@ from jaxrl_llm.data.sources import (
     open_rows,
     takes_split,
 )
-from jaxrl_llm.data.streaming import FirstRows, Skipped, Streamed, StreamedSource, check_groups
+from jaxrl_llm.data.streaming import (
+    SEVERAL,
+    FirstRows,
+    Skipped,
+    Streamed,
+    StreamedSource,
+    check_groups,
+)
 from jaxrl_llm.data.tasks import problem_space, task_pairs, task_ratings, task_rows
 from jaxrl_llm.data_files import HUB, SHARD, DataFile, hub_name, resolve_files
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
@@ -59,6 +66,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 DETECTION_ROWS = 100  # the format of a source is that of most of its first rows
 SHOWN_REASONS = 5
+NAMES = "{ours: THEIRS}"
+# data.columns for rows of other forms, by the columns that they have: ShareGPT, Alpaca.
+OTHERS = {
+    frozenset({"conversations"}): "{messages: conversations}",
+    frozenset({"instruction", "output"}): "{prompt: instruction+input, completion: output}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +131,7 @@ class RowRules:
     bad_rows_file: str | Path | None = None  # JSON lines; each bad row is added once
     streaming: bool = False  # check the first rows only, and read each when a batch needs it
     shuffled: bool = True  # rows are read in a random order; for streaming
+    keep_thinking: bool = False  # one row a conversation, with the thinking of earlier turns
 
 
 def load_prompts(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loaded[Prompt]:
@@ -127,7 +141,8 @@ def load_prompts(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loa
         ValueError: too many rows are bad, no row is left, a format is unknown, a prompt is
             overlong under truncation="error", or a source does not exist.
     """
-    return _load(sources, "prompts", _alone(prompt_of, tokenizer), _fit_prompt, rules)
+    convert = partial(_in_a_list, partial(prompt_of, tokenizer=tokenizer))
+    return _load(sources, "prompts", convert, _fit_prompt, rules)
 
 
 def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loaded[TokenExample]:
@@ -135,7 +150,7 @@ def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Lo
 
     Raises ValueError as `load_prompts` does.
     """
-    return _load(sources, "examples", _alone(example_of, tokenizer), _fit_example, rules)
+    return _load(sources, "examples", _trained(examples_of, tokenizer, rules), _fit_example, rules)
 
 
 def load_preferences(
@@ -145,7 +160,8 @@ def load_preferences(
 
     Raises ValueError as `load_prompts` does.
     """
-    return _load(sources, "preferences", _alone(pair_of, tokenizer), _fit_pair, rules)
+    convert = partial(_in_a_list, _trained(pair_of, tokenizer, rules))
+    return _load(sources, "preferences", convert, _fit_pair, rules)
 
 
 def load_unpaired(
@@ -155,21 +171,18 @@ def load_unpaired(
 
     Raises ValueError as `load_prompts` does.
     """
-    convert = partial(unpaired_of, tokenizer=tokenizer)
-    return _load(sources, "unpaired", convert, _fit_labelled, rules)
+    return _load(sources, "unpaired", _trained(unpaired_of, tokenizer, rules), _fit_labelled, rules)
 
 
 def load_ratings(
     sources: Sources, tokenizer: Tokenizer, rules: RowRules
 ) -> Loaded[LabelledExample]:
     """Completions with a rating each. Raises ValueError as `load_prompts` does."""
-    convert = partial(rated_of, tokenizer=tokenizer)
-    return _load(sources, "ratings", convert, _fit_labelled, rules)
+    return _load(sources, "ratings", _trained(rated_of, tokenizer, rules), _fit_labelled, rules)
 
 
-def _alone(convert: Callable[..., T], tokenizer: Tokenizer) -> Callable[..., list[T]]:
-    """A converter from a row to one record, as a converter from a row to a list of records."""
-    return partial(_in_a_list, partial(convert, tokenizer=tokenizer))
+def _trained(convert: Callable[..., T], tokenizer: Tokenizer, rules: RowRules) -> Callable[..., T]:
+    return partial(convert, tokenizer=tokenizer, keep_thinking=rules.keep_thinking)
 
 
 def _in_a_list(convert: Callable[..., T], *row: Any, **named: Any) -> list[T]:
@@ -253,10 +266,10 @@ class _Reader(Generic[T]):
 
     def records_of(self, row: RawRow) -> list[T]:
         """Raises ValueError for a bad row, Overlong for one beyond the limit."""
-        found = self.convert(
+        records = self.convert(
             row.data, self.kind, data_source=_default_source(self.name), index=row.row
         )
-        return [self.fit(item, self.limit, self.truncation) for item in found]
+        return [self.fit(record, self.limit, self.truncation) for record in records]
 
     def records_at(self, place: int) -> list[T]:
         """The records of a row that some process has checked."""
@@ -355,10 +368,7 @@ def _streamed(
 ) -> Sequence[T]:
     """All records, of which none is kept. ValueError where a row gives several."""
     if any(count > 1 for stripe in own for count in stripe.counts):
-        raise ValueError(
-            "config.data.streaming: a row of this data gives several records, and streaming needs "
-            "one a row; set --config.data.streaming=false"
-        )
+        raise ValueError(SEVERAL)
     file = rules.bad_rows_file
     skipped = Skipped(
         max_bad_fraction=rules.max_bad_fraction,
@@ -432,7 +442,7 @@ def _default_source(name: str) -> str:
 
 def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:
     """The format of most of the first rows. ValueError if it does not serve the purpose."""
-    votes = Counter(detect_format(row.data) for row in rows)
+    votes = Counter(detect_format(row.data, purpose) for row in rows)
     kind = max(votes, key=lambda found: (found is not None, votes[found]))
     wanted = ", ".join(other for other, purposes in SERVES.items() if purpose in purposes)
     if kind is not None and purpose in SERVES[kind]:
@@ -440,7 +450,8 @@ def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -
     if kind is None:
         columns = ", ".join(map(repr, rows[0].data)) or "none"
         problem = f"holds no rows of a known format: its columns are {columns}"
-        other = ", or say which column is which with config.data.columns={ours: THEIRS}"
+        theirs = next((theirs for own, theirs in OTHERS.items() if own <= set(rows[0].data)), "")
+        other = f", or say which column is which with config.data.columns={theirs or NAMES}"
     else:
         problem, other = f"holds {kind} rows, which give no {purpose}", ""
     raise ValueError(

@@ -24,40 +24,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.data.sources import parse_json
-from jaxrl_llm.tokenizer import Message, Tokenizer
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.turns import Piece, Turns
 from jaxrl_llm.types import Prompt
 
 SERVES = {
-    "verl": ("prompts",),
-    "prompt": ("prompts",),
-    "prompt_completion": ("prompts", "examples"),
-    "unpaired_preference": ("prompts", "unpaired"),
-    "rated": ("prompts", "ratings"),
-    "stepwise": ("prompts", "ratings", "unpaired"),
     "preference": ("prompts", "preferences", "unpaired"),
     "implicit_preference": ("preferences", "unpaired"),
+    "stepwise": ("prompts", "ratings", "unpaired"),
+    "unpaired_preference": ("prompts", "unpaired"),
+    "rated": ("prompts", "ratings"),
+    "prompt_completion": ("prompts", "examples"),
+    "verl": ("prompts",),
+    "prompt": ("prompts",),
     "messages": ("examples",),
     "text": ("examples",),
 }
 COLUMNS = {
-    "verl": ("prompt", "reward_model"),
-    "prompt": ("prompt",),
-    "prompt_completion": ("prompt", "completion"),
-    "unpaired_preference": ("prompt", "completion", "label"),
-    "rated": ("prompt", "completion", "rating"),
-    "stepwise": ("prompt", "completions", "labels"),
     "preference": ("prompt", "chosen", "rejected"),
     "implicit_preference": ("chosen", "rejected"),
+    "stepwise": ("prompt", "completions", "labels"),
+    "unpaired_preference": ("prompt", "completion", "label"),
+    "rated": ("prompt", "completion", "rating"),
+    "prompt_completion": ("prompt", "completion"),
+    "verl": ("prompt", "reward_model"),
+    "prompt": ("prompt",),
     "messages": ("messages",),
     "text": ("text",),
 }
-# The columns of all formats that a model sees or learns from.
-CONTENT = tuple(dict.fromkeys(name for names in COLUMNS.values() for name in names))
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # All that a row of supervised or preference training is made of. Prompts keep every column.
-TRAINED_COLUMNS = (*CONTENT, "tools", "data_source", "margin")
+TRAINED_COLUMNS = (
+    *dict.fromkeys(name for names in COLUMNS.values() for name in names),
+    *("tools", "chat_template_kwargs", "data_source", "margin"),
+    *MEDIA,
+)
 TRUNCATIONS = ("error", "left", "right", "middle")
-STEP_SEPARATOR = "\n"  # between the steps of a stepwise row, as in TRL
-# What limits the length of a row. Completions count only in supervised and preference training.
+STEP_SEPARATOR = "\n"  # text between the steps of a stepwise row, as in TRL
+# Keys of a message that leave its turn out of the loss where they are 0 or false.
+LEARNED_KEYS = ("weight", "train", "loss_mask")
+# Roles in ShareGPT's form of a message, {from, value}.
+SHAREGPT = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+# Keys that limit a row. Completions count only in supervised and preference training.
 LENGTH_KEYS = "config.data.max_prompt_length (or max_response_length, of rows with completions)"
 
 
@@ -97,20 +113,33 @@ class Overlong(ValueError):
     """A row is longer than its limit and must not be truncated. The row itself is not bad."""
 
 
-def detect_format(row: Mapping[str, Any]) -> str | None:
-    """The format whose columns this row fills, or None. A null column is not filled."""
+def detect_format(row: Mapping[str, Any], purpose: str) -> str | None:
+    """The format whose columns this row fills, or None. A null column is not filled.
+
+    Of several formats it is the first that serves the purpose: a row with a prompt and messages
+    gives prompts by the one and examples by the other.
+    """
     filled = {name for name, value in row.items() if value is not None}
-    if {"chosen", "rejected"} <= filled:
-        return "preference" if "prompt" in filled else "implicit_preference"
-    if {"prompt", "completions", "labels"} <= filled:
-        return "stepwise"
-    if {"prompt", "completion"} <= filled:
-        if isinstance(row.get("label"), bool):
-            return "unpaired_preference"
-        return "rated" if _is_number(row.get("rating")) else "prompt_completion"
-    if "prompt" in filled:
-        return "verl" if _looks_like_object(row.get("reward_model")) else "prompt"
-    return next((name for name in ("messages", "text") if name in filled), None)
+    fitting = [
+        kind
+        for kind, columns in COLUMNS.items()
+        if filled.issuperset(columns) and _has_types(row, kind, purpose)
+    ]
+    serving = [kind for kind in fitting if purpose in SERVES[kind]]
+    return next(iter(serving or fitting), None)
+
+
+def _has_types(row: Mapping[str, Any], kind: str, purpose: str) -> bool:
+    """Whether the values tell a format from another with the same columns."""
+    label, rating = row.get("label"), row.get("rating")
+    judged = isinstance(label, bool) or purpose == "unpaired" and label in (0, 1)
+    if kind == "unpaired_preference":
+        return judged
+    if kind == "rated":
+        return _is_number(rating) and not judged
+    if kind == "prompt_completion":
+        return not judged and not _is_number(rating)
+    return kind != "verl" or _looks_like_object(row["reward_model"])
 
 
 def prompt_of(
@@ -119,8 +148,13 @@ def prompt_of(
     """A prompt for RL. `data_source` is the default for rows that name none."""
     _require(row, kind)
     row = _with_parsed_reward_model(row)
-    value = _text_or_messages(row["prompt"], "prompt")
-    text, ids = _render_prompt(value, tokenizer, _tools(row))
+    value, _ = _text_or_messages(row["prompt"], "prompt")
+    if isinstance(value, str):
+        _tools(row)  # of no use, and correct nevertheless
+        text, ids = value, _with_bos(tokenizer.encode(value), tokenizer)
+    else:
+        text = _turns(row, tokenizer).prompt(value)
+        ids = tokenizer.encode(text)
     if not ids:
         raise ValueError("the prompt has no tokens")
     return Prompt(
@@ -134,122 +168,200 @@ def prompt_of(
     )
 
 
-def example_of(
-    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
-) -> TokenExample:
-    """A row for supervised training. The loss is on the completion and its end token.
+def examples_of(
+    row: Mapping[str, Any],
+    kind: str,
+    tokenizer: Tokenizer,
+    *,
+    data_source: str,
+    index: int,
+    keep_thinking: bool = False,
+) -> list[TokenExample]:
+    """Rows for supervised training. The loss is on the completion and its end token.
 
-    For `messages` it is on the assistant's turns. For `text` it is on all but the first token.
+    For `messages` it is on the assistant's turns, and a template that rewrites earlier turns gives
+    several rows. For `text` it is on all but the first token.
     """
-    _require(row, kind)
-    if kind == "text":
-        start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        ids = start + _ended(tokenizer.encode(_text(row["text"], "text")), tokenizer)
-        parts = [(ids[:1], 0), (ids[1:], 1)]
-    elif kind == "messages":
-        parts = _turns(_messages(row["messages"], "messages"), tokenizer, _tools(row))
-    else:
-        prompt = _text_or_messages(row["prompt"], "prompt")
-        completion = _text_or_messages(row["completion"], "completion")
-        parts = _prompt_and_completion(prompt, completion, tokenizer, _tools(row))
-    return _example(parts, _data_source(row, data_source), index)
+    return [
+        _example(pieces, _data_source(row, data_source), index)
+        for pieces in learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
+    ]
 
 
 def pair_of(
-    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
+    row: Mapping[str, Any],
+    kind: str,
+    tokenizer: Tokenizer,
+    *,
+    data_source: str,
+    index: int,
+    keep_thinking: bool = False,
 ) -> PreferencePair:
     """A preference pair. The loss masks cover the answers.
 
     The rejected answer may be empty: a model that ends at once gives such an answer.
     """
-    _require(row, kind)
-    chosen = _text_or_messages(row["chosen"], "chosen")
-    rejected = _text_or_messages(row["rejected"], "rejected", answer_may_be_empty=True)
-    if chosen == rejected:
-        raise ValueError("chosen and rejected are the same")
-    if kind == "preference":
-        prompt = _text_or_messages(row["prompt"], "prompt")
-    else:
-        prompt, chosen, rejected = _split_common(chosen, rejected)
-    name = _data_source(row, data_source)
-    examples = [
-        _example(_prompt_and_completion(prompt, answer, tokenizer, _tools(row)), name, index)
-        for answer in (chosen, rejected)
-    ]
-    return PreferencePair(chosen=examples[0], rejected=examples[1], margin=_margin(row))
+    chosen, rejected = (
+        _example(pieces, _data_source(row, data_source), index)
+        for pieces in learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
+    )
+    return PreferencePair(chosen=chosen, rejected=rejected, margin=_margin(row))
 
 
 def unpaired_of(
-    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
-) -> list[LabelledExample]:
-    """Completions labelled 1 or 0: two for a pair, one for each step of a stepwise row."""
-    named: dict[str, Any] = {"data_source": data_source, "index": index}
-    if kind == "stepwise":
-        return _steps(row, tokenizer, **named)
-    if kind != "unpaired_preference":
-        pair = pair_of(row, kind, tokenizer, **named)
-        return [
-            LabelledExample(completion=pair.chosen, label=1.0),
-            LabelledExample(completion=pair.rejected, label=0.0),
-        ]
-    _require(row, kind)
-    if not isinstance(row["label"], bool):
-        raise ValueError(f"column 'label' holds {row['label']!r}, not true or false")
-    # As in a pair, a bad completion may be empty: a model that ends at once gives such an answer.
-    completion = _answer(row, tokenizer, **named, may_be_empty=not row["label"])
-    return [LabelledExample(completion=completion, label=float(row["label"]))]
-
-
-def rated_of(
-    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
-) -> list[LabelledExample]:
-    """Completions with their rating. The steps of a stepwise row are rated 1 or 0."""
-    named: dict[str, Any] = {"data_source": data_source, "index": index}
-    if kind == "stepwise":
-        return _steps(row, tokenizer, **named)
-    _require(row, kind)
-    rating = _number(row["rating"], "rating")
-    completion = _answer(row, tokenizer, **named, may_be_empty=True)
-    return [LabelledExample(completion=completion, label=rating)]
-
-
-def _answer(
     row: Mapping[str, Any],
+    kind: str,
     tokenizer: Tokenizer,
     *,
     data_source: str,
     index: int,
-    may_be_empty: bool,
-) -> TokenExample:
-    prompt = _text_or_messages(row["prompt"], "prompt")
-    completion = _text_or_messages(
-        row["completion"], "completion", answer_may_be_empty=may_be_empty
-    )
-    parts = _prompt_and_completion(prompt, completion, tokenizer, _tools(row))
-    return _example(parts, _data_source(row, data_source), index)
-
-
-def _steps(
-    row: Mapping[str, Any], tokenizer: Tokenizer, *, data_source: str, index: int
+    keep_thinking: bool = False,
 ) -> list[LabelledExample]:
+    """Completions labelled 1 or 0: two for a pair, one for each step of a stepwise row."""
+    name = _data_source(row, data_source)
+    rows = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
+    if kind == "stepwise":
+        labels = [_label(label, f"labels[{i}]") for i, label in enumerate(row["labels"])]
+    elif kind == "unpaired_preference":
+        labels = [_label(row["label"], "column 'label'")]
+    else:
+        labels = [1.0, 0.0]
+    return [
+        LabelledExample(completion=_example(pieces, name, index), label=label)
+        for pieces, label in zip(rows, labels, strict=True)
+    ]
+
+
+def rated_of(
+    row: Mapping[str, Any],
+    kind: str,
+    tokenizer: Tokenizer,
+    *,
+    data_source: str,
+    index: int,
+    keep_thinking: bool = False,
+) -> list[LabelledExample]:
+    """Completions with their rating. The steps of a stepwise row are rated 1 or 0."""
+    named: dict[str, Any] = {"data_source": data_source, "index": index}
+    if kind == "stepwise":
+        return unpaired_of(row, kind, tokenizer, **named)
+    (pieces,) = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
+    rating = _number(row["rating"], "rating")
+    completion = _example(pieces, _data_source(row, data_source), index)
+    return [LabelledExample(completion=completion, label=rating)]
+
+
+def learned_pieces(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, keep_thinking: bool = False
+) -> list[list[Piece]]:
+    """The rows of tokens that a row gives to training, in pieces: a pair gives two.
+
+    A row of the kind `prompt` or `verl` gives its prompt.
+    """
+    _require(row, kind)
+    if kind == "text":
+        text = _text(row["text"], "text")
+        ids = [*_with_bos(tokenizer.encode(text), tokenizer)]
+        pieces = [Piece(ids[:1], False, "text"), Piece(ids[1:], True, "text")]
+        return [[*pieces, *_end(ids, tokenizer)]]
+    if kind == "messages":
+        messages, learned = _messages(row["messages"], "messages")
+        if not learned:
+            raise ValueError("column 'messages' has no assistant turn to learn from")
+        turns = _turns(row, tokenizer)
+        return turns.conversation(messages, learned, keep_thinking=keep_thinking)
+    if kind == "stepwise":
+        return _steps(row, tokenizer)
+    if kind in ("preference", "implicit_preference"):
+        prompt, answers = _pair(row, kind)
+    else:
+        prompt = row["prompt"]
+        # As in a pair, a bad completion may be empty: a model may end at once.
+        may_be_empty = kind == "rated" or kind == "unpaired_preference" and not row["label"]
+        answers = [_text_or_messages(row["completion"], "completion", may_be_empty=may_be_empty)]
+    prompt, _ = _text_or_messages(prompt, "prompt")
+    return [_answered(row, prompt, answer, tokenizer, keep_thinking) for answer in answers]
+
+
+_Content = tuple[str | list[dict[str, Any]], list[int]]  # a text or messages, and turns to learn
+
+
+def _pair(row: Mapping[str, Any], kind: str) -> tuple[Any, list[_Content]]:
+    """The prompt of a pair, and its two answers."""
+    chosen = _text_or_messages(row["chosen"], "chosen")
+    rejected = _text_or_messages(row["rejected"], "rejected", may_be_empty=True)
+    if chosen[0] == rejected[0]:
+        raise ValueError("chosen and rejected are the same")
+    if kind == "implicit_preference":
+        return _split_common(chosen, rejected)
+    prompt, _ = _text_or_messages(row["prompt"], "prompt")
+    if isinstance(prompt, str) and isinstance(chosen[0], list) and isinstance(rejected[0], list):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list):  # the answers may be whole conversations
+        asked = [message for message in prompt if message["role"] != "system"]
+        chosen, rejected = (_without(asked, answer) for answer in (chosen, rejected))
+    return prompt, [chosen, rejected]
+
+
+def _without(prompt: list[dict[str, Any]], answer: _Content) -> _Content:
+    """An answer without the prompt with which it begins."""
+    messages, learned = answer
+    if not isinstance(messages, list):
+        return answer
+    system = 1 if messages[0]["role"] == "system" and prompt[0] != messages[0] else 0
+    if messages[system : system + len(prompt)] != prompt:
+        return answer
+    return _from(answer, system + len(prompt))
+
+
+def _from(answer: _Content, start: int) -> _Content:
+    """The messages of an answer from a place on."""
+    messages, learned = answer
+    return messages[start:], [i - start for i in learned if i >= start]
+
+
+def _answered(
+    row: Mapping[str, Any],
+    prompt: str | list[dict[str, Any]],
+    answer: _Content,
+    tokenizer: Tokenizer,
+    keep_thinking: bool,
+) -> list[Piece]:
+    """A prompt, tokenised as for RL, and its completion."""
+    completion, learned = answer
+    if isinstance(prompt, str):
+        if not isinstance(completion, str):
+            raise ValueError("the prompt is a string and its completion a list of messages")
+        given, ids = tokenizer.encode_parts(prompt + completion, [len(prompt)])
+        pieces = [Piece(_with_bos(given, tokenizer), False, "prompt")]
+        return [*pieces, Piece(ids, True, "completion"), *_end(ids, tokenizer)]
+    if isinstance(completion, str):
+        completion, learned = [{"role": "assistant", "content": completion}], [0]
+    if not learned:
+        raise ValueError("the completion has no assistant turn to learn from")
+    turns = _turns(row, tokenizer)
+    places = [len(prompt) + i for i in learned]
+    return turns.completion([*prompt, *completion], places, keep_thinking=keep_thinking)
+
+
+def _steps(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[Piece]]:
     """Each step as a completion of the prompt and of the earlier steps, without an end token."""
-    _require(row, "stepwise")
     prompt = _text(row["prompt"], "prompt")
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):
         raise ValueError("columns 'completions' and 'labels' are not two lists of one length")
     if not steps:
         raise ValueError("column 'completions' is empty")
-    _, before = _render_prompt(prompt, tokenizer, None)
-    examples = []
-    for i, (step, label) in enumerate(zip(steps, labels, strict=True)):
-        if not isinstance(label, bool):
-            raise ValueError(f"labels[{i}] holds {label!r}, not true or false")
-        ids = tokenizer.encode(_text(step, f"completions[{i}]") + STEP_SEPARATOR)
-        example = _example([(before, 0), (ids, 1)], _data_source(row, data_source), index)
-        examples.append(LabelledExample(completion=example, label=float(label)))
+    text, places = prompt, []
+    for i, step in enumerate(steps):
+        places.append(len(text))
+        text += _text(step, f"completions[{i}]") + STEP_SEPARATOR
+    before, *parts = tokenizer.encode_parts(text, places)
+    before, rows = _with_bos(before, tokenizer), []
+    for i, ids in enumerate(parts):
+        rows.append([Piece(before, False, "prompt"), Piece(ids, True, f"completions[{i}]")])
         before = [*before, *ids]
-    return examples
+    return rows
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> range | list[int]:
@@ -274,6 +386,9 @@ def kept_positions(length: int, limit: int, truncation: str) -> range | list[int
 
 
 def _require(row: Mapping[str, Any], kind: str) -> None:
+    """ValueError for a row that lacks a column of its format, or holds more than text."""
+    if held := [name for name in MEDIA if row.get(name)]:
+        raise ValueError(f"column {held[0]!r} is filled, and models are trained on text here")
     for column in COLUMNS[kind]:
         if row.get(column) is None:
             state = "is null" if column in row else "is missing"
@@ -297,39 +412,87 @@ def _text(value: Any, column: str, *, may_be_empty: bool = False) -> str:
     return value
 
 
-def _text_or_messages(
-    value: Any, column: str, *, answer_may_be_empty: bool = False
-) -> str | list[dict[str, Any]]:
+def _text_or_messages(value: Any, column: str, *, may_be_empty: bool = False) -> _Content:
+    """A text, or messages with the places of the turns to learn."""
     if isinstance(value, list | tuple):
-        return _messages(value, column, answer_may_be_empty=answer_may_be_empty)
-    return _text(value, column, may_be_empty=answer_may_be_empty)
+        return _messages(value, column, may_be_empty=may_be_empty)
+    return _text(value, column, may_be_empty=may_be_empty), []
 
 
 def _messages(
-    value: Any, column: str, *, answer_may_be_empty: bool = False
-) -> list[dict[str, Any]]:
+    value: Any, column: str, *, may_be_empty: bool = False
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Messages, and the places of the assistant's turns that are learned."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"column {column!r} holds {type(value).__name__}, not a list of messages")
     if not value:
         raise ValueError(f"column {column!r} is empty")
-    messages = []
+    messages, learned = [], []
     for i, message in enumerate(value):
         where = f"{column}[{i}]"
         if not isinstance(message, dict):
             raise ValueError(f"{where} holds {type(message).__name__}, not a message")
+        if "from" in message and "value" in message:
+            message = _from_sharegpt(message, where)
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where} has no role")
-        # Arrow adds a null for each key that only other messages have. Templates test for keys.
+        # Templates test whether a key is there.
         message = {key: part for key, part in message.items() if part is not None}
+        if _counts(message, where) and message["role"] == "assistant":
+            learned.append(i)
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined_parts(message["content"], f"{where}.content")
         if "content" in message or "tool_calls" not in message:
             # An empty system message switches the template's default system message off.
-            may_be_empty = message["role"] == "system" or "tool_calls" in message
-            may_be_empty |= answer_may_be_empty and message["role"] == "assistant"
+            may_be = message["role"] == "system" or "tool_calls" in message
+            may_be |= may_be_empty and message["role"] == "assistant"
             message["content"] = _text(
-                message.get("content"), f"{where}.content", may_be_empty=may_be_empty
+                message.get("content"), f"{where}.content", may_be_empty=may_be
             )
         messages.append(message)
-    return messages
+    return messages, learned
+
+
+def _from_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """ShareGPT's message with our keys."""
+    if message["from"] not in SHAREGPT:
+        known = ", ".join(SHAREGPT)
+        raise ValueError(f"{where}.from holds {message['from']!r}, which is none of {known}")
+    rest = {key: part for key, part in message.items() if key not in ("from", "value")}
+    return {"role": SHAREGPT[message["from"]], "content": message["value"]} | rest
+
+
+def _counts(message: dict[str, Any], where: str) -> bool:
+    """Whether a turn is learned. Takes the keys that say so out of the message."""
+    counts = True
+    for key in LEARNED_KEYS:
+        value = message.pop(key, 1)
+        if value not in (0, 1):
+            raise ValueError(f"{where}.{key} holds {value!r}: a turn is learned (1) or not (0)")
+        counts = counts and bool(value)
+    return counts
+
+
+def _joined_parts(parts: list[Any], where: str) -> str:
+    """The text of content parts. ValueError for a part that is no text."""
+    texts = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"{where}[{i}] is of type {kind}, and models are trained on text here")
+        texts.append(_text(part.get("text"), f"{where}[{i}].text", may_be_empty=True))
+    return "".join(texts)
+
+
+def _turns(row: Mapping[str, Any], tokenizer: Tokenizer) -> Turns:
+    """How the row's turns are written: with its own tools and variables of the template."""
+    variables = row.get("chat_template_kwargs")
+    if isinstance(variables, str):
+        variables = _json_text(variables, "chat_template_kwargs")
+    if variables is not None and not isinstance(variables, dict):
+        kind = type(variables).__name__
+        raise ValueError(f"column 'chat_template_kwargs' holds {kind}, not an object")
+    return tokenizer.turns(_tools(row), variables)
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
@@ -342,115 +505,42 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     return tools
 
 
-def _render_prompt(
-    value: str | list[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Any] | None
-) -> tuple[str, list[int]]:
-    """The text that the model continues, and its token ids."""
-    if isinstance(value, str):
-        start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        return value, start + tokenizer.encode(value)
-    unfinished = value[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(
-        value,
-        add_generation_prompt=not unfinished,
-        continue_final_message=unfinished,
-        tools=tools,
-    )
-    return text, tokenizer.encode(text)
+def _with_bos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids of a plain text with one BOS token, where the tokenizer adds it."""
+    if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]:
+        return ids
+    return [tokenizer.bos_id, *ids]
 
 
-def _prompt_and_completion(
-    prompt: str | list[dict[str, Any]],
-    completion: str | list[dict[str, Any]],
-    tokenizer: Tokenizer,
-    tools: Sequence[Any] | None,
-) -> list[tuple[list[int], int]]:
-    """(ids, loss mask) of the prompt, tokenised as for RL, then of the completion."""
-    text, ids = _render_prompt(prompt, tokenizer, tools)
-    if isinstance(prompt, str):
-        if not isinstance(completion, str):
-            raise ValueError("the prompt is a string and its completion a list of messages")
-        return [(ids, 0), (_ended(tokenizer.encode(completion), tokenizer), 1)]
-    answer: list[Message] = (
-        [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str)
-        else list(completion)
-    )
-    whole = tokenizer.apply_chat_template(
-        [*prompt, *answer], add_generation_prompt=False, tools=tools
-    )
-    rest = _after(whole, text)
-    return [(ids, 0), (_cut_at_end(tokenizer.encode(rest), tokenizer), 1)]
+def _end(ids: Sequence[int], tokenizer: Tokenizer) -> list[Piece]:
+    """An end token, where the ids of a plain text do not end with one."""
+    ended = bool(ids) and ids[-1] in tokenizer.stop_ids
+    return [] if ended else [Piece([tokenizer.eos_id], True, "end token")]
 
 
-def _turns(
-    messages: list[dict[str, Any]], tokenizer: Tokenizer, tools: Sequence[Any] | None
-) -> list[tuple[list[int], int]]:
-    """(ids, loss mask) of each part of a conversation. The mask is 1 on the assistant's turns."""
-    parts: list[tuple[list[int], int]] = []
-    done = ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.apply_chat_template(messages[:i], tools=tools)
-        after = tokenizer.apply_chat_template(
-            messages[: i + 1], add_generation_prompt=False, tools=tools
-        )
-        parts.append((tokenizer.encode(_after(before, done)), 0))
-        turn = tokenizer.encode(_after(after, before))
-        ended = _cut_at_end(turn, tokenizer)
-        parts.extend([(ended, 1), (turn[len(ended) :], 0)])
-        done = after
-    if not parts:
-        raise ValueError("column 'messages' has no assistant turn to learn from")
-    return parts
-
-
-def _after(whole: str, start: str) -> str:
-    if not whole.startswith(start):
-        raise ValueError(
-            "the chat template rewrites earlier turns when a turn is added, so the completion's "
-            "tokens cannot be separated: give prompt and completion, with one assistant turn"
-        )
-    return whole[len(start) :]
-
-
-def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids followed by an end token."""
-    return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.eos_id]
-
-
-def _cut_at_end(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids of a rendered turn up to its last end token, which is added if it is missing.
-
-    Templates write a newline after the end token, where generation has already stopped.
-    """
-    ends = [i for i, token in enumerate(ids) if token in tokenizer.stop_ids]
-    return ids[: ends[-1] + 1] if ends else [*ids, tokenizer.eos_id]
-
-
-def _example(parts: list[tuple[list[int], int]], data_source: str, index: int) -> TokenExample:
+def _example(pieces: Sequence[Piece], data_source: str, index: int) -> TokenExample:
     return TokenExample(
-        token_ids=tuple(i for ids, _ in parts for i in ids),
-        loss_mask=tuple(mask for ids, mask in parts for _ in ids),
+        token_ids=tuple(i for piece in pieces for i in piece.ids),
+        loss_mask=tuple(int(piece.learned) for piece in pieces for _ in piece.ids),
         data_source=data_source,
         row=index,
     )
 
 
-def _split_common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+def _split_common(chosen: _Content, rejected: _Content) -> tuple[Any, list[_Content]]:
     """The common beginning of two texts or conversations, and the rest of each."""
-    if type(chosen) is not type(rejected):
+    if type(chosen[0]) is not type(rejected[0]):
         raise ValueError("chosen and rejected are not both strings or both lists of messages")
-    pairs = zip(chosen, rejected, strict=False)
-    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+    pairs = list(zip(chosen[0], rejected[0], strict=False))
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    if isinstance(chosen[0], str) and shared and chosen[0][shared - 1] == " ":
         shared -= 1  # a space belongs to the word after it, as in TRL
-    parts = chosen[:shared], chosen[shared:], rejected[shared:]
+    prompt, answers = chosen[0][:shared], [_from(x, shared) for x in (chosen, rejected)]
+    parts = [prompt, *(answer[0] for answer in answers)]
     for name, part in zip(("common beginning", "chosen", "rejected"), parts, strict=True):
         if not part:
             raise ValueError(f"no prompt can be split off: {name} is empty")
-    return parts
+    return prompt, answers
 
 
 def _looks_like_object(value: Any) -> bool:
@@ -507,6 +597,13 @@ def _finite(value: Any, column: str) -> Any:
 def _data_source(row: Mapping[str, Any], default: str) -> str:
     value = row.get("data_source")
     return default if value is None else _text(value, "data_source")
+
+
+def _label(value: Any, name: str) -> float:
+    """A label: true or false, or 1 or 0."""
+    if value not in (0, 1):
+        raise ValueError(f"{name} holds {value!r}, not true or false")
+    return float(value)
 
 
 def _margin(row: Mapping[str, Any]) -> float:

@@ -166,7 +166,8 @@ def _load(
         # A pair gives two records of one prompt, and neighbours in a batch exchange their
         # completions: in order, these would not be mismatched.
         order = list(range(len(items)))
-        Random(config.seed).shuffle(order)
+        if config.data.shuffle:
+            Random(config.seed).shuffle(order)
         items = Picked(items, order) if isinstance(items, Share) else [items[i] for i in order]
     records = offline_records(items, number=kind if kind == "ratings" else "labels")
     return records, set(loaded.formats.values())
@@ -243,6 +244,7 @@ def _rules(config: Config, run_dir: Path | None, max_length: int, sources: Sourc
         bad_rows_file=run_dir / BAD_ROWS if run_dir is not None and is_main() else None,
         streaming=data.streaming and sources.split == "train",
         shuffled=data.shuffle,
+        keep_thinking=data.keep_thinking,
     )
 
 

@@ -16,7 +16,9 @@ _PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content)'\s*:")  # messages as Python
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """`columns` maps our name of a column to the file's. `chat` makes a message of a text prompt.
+    """`columns` maps our name of a column to the file's; `a+b` joins the texts of two columns.
+
+    `chat` makes a message of a text prompt.
 
     The system prompt goes before conversations that have none of their own. Without `prompt` and
     `messages`, it goes before `chosen` and `rejected`.
@@ -53,14 +55,20 @@ class Shape:
     def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self.columns:
             return dict(row)
-        for name in self.columns.values():
+        for name in (part for theirs in self.columns.values() for part in _joined(theirs, row)):
             if name not in row:
                 raise ValueError(
                     f"the row has no column {name!r}{nearest(name, row)}, which "
                     f"config.data.columns names; it has {', '.join(map(repr, row)) or 'none'}"
                 )
-        renamed = {ours: row[theirs] for ours, theirs in self.columns.items()}
-        taken = set(self.columns.values()) | renamed.keys()
+        parts = {ours: _joined(theirs, row) for ours, theirs in self.columns.items()}
+        renamed = {
+            ours: row[names[0]]
+            if len(names) == 1
+            else "\n\n".join(str(row[name]) for name in names if row[name])
+            for ours, names in parts.items()
+        }
+        taken = {name for names in parts.values() for name in names} | renamed.keys()
         return {name: value for name, value in row.items() if name not in taken} | renamed
 
     def _check_conversation(self, row: Mapping[str, Any]) -> None:
@@ -75,6 +83,11 @@ class Shape:
         if isinstance(first, Mapping) and first.get("role") == "system":
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def _joined(theirs: str, row: Mapping[str, Any]) -> list[str]:
+    """The columns that a value of data.columns names: `a+b` joins two, unless one has that name."""
+    return [theirs] if theirs in row else theirs.split("+")
 
 
 def messages_in(text: str, column: str) -> Any:
@@ -121,7 +134,8 @@ class ShapedRows(Rows):
 
     def only(self, columns: Collection[str]) -> Rows:
         renamed = self.shape.columns
-        return ShapedRows(self.rows.only({*columns, *renamed.values()}), self.shape)
+        theirs = {part for name in renamed.values() for part in (name, *name.split("+"))}
+        return ShapedRows(self.rows.only({*columns, *theirs}), self.shape)
 
     def _shaped(self, row: RawRow | BadRow) -> RawRow | BadRow:
         if isinstance(row, BadRow):

@@ -24,6 +24,7 @@ from jaxrl_llm.data_files import DataFile
 from jaxrl_llm.references import call
 
 BATCH_ROWS = 1024
+MESSAGE_KEYS = {"role", "from", "function", "parameters"}  # keys of messages and tools
 ROW_GROUPS = 8  # row groups of a parquet file that stay in memory
 
 
@@ -94,10 +95,12 @@ class ObjectRows(Rows):
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
+        features = getattr(self.rows, "features", None)  # of a datasets.Dataset
+        nested = () if features is None else _message_columns(features.arrow_schema)
         for place in range(start, min(stop, len(self))):
             row = self.rows[place]
             if isinstance(row, Mapping):
-                yield RawRow(self.name, place, dict(row))
+                yield RawRow(self.name, place, _without_nulls(dict(row), nested))
             else:
                 yield BadRow(self.name, place, f"expected a dict, got {type(row).__name__}")
 
@@ -321,10 +324,10 @@ def _table_rows(
             return
         begin, end = max(start - first, 0), min(stop - first, batch.num_rows)
         if begin < end:
-            part = batch.slice(begin, end - begin)
+            part, nested = batch.slice(begin, end - begin), _message_columns(batch.schema)
             try:
                 part.validate(full=True)  # wrong offsets would read outside of the file
-                rows = part.to_pylist()
+                rows = [_without_nulls(row, nested) for row in part.to_pylist()]
             except _UNREADABLE:  # raised for the whole batch, though only some rows are bad
                 yield from _single_rows(path, part, first + begin)
             else:
@@ -337,13 +340,44 @@ def _single_rows(path: str, batch: Any, start: int) -> Iterator[RawRow | BadRow]
         one = batch.slice(i, 1)
         try:
             one.validate(full=True)
-            row = RawRow(path, start + i, one.to_pylist()[0])
+            data = _without_nulls(one.to_pylist()[0], _message_columns(one.schema))
+            row = RawRow(path, start + i, data)
         except UnicodeDecodeError as error:
             row = BadRow(path, start + i, f"not UTF-8: {error.reason}")
         except _UNREADABLE as error:
             reason = "not UTF-8" if "UTF8" in str(error) else f"unreadable: {error}"
             row = BadRow(path, start + i, reason)
         yield row
+
+
+def _message_columns(schema: Any) -> list[str]:
+    """Columns of messages or tools: lists of structs with one of their keys."""
+    import pyarrow as pa
+
+    names = []
+    for column in schema:
+        kind = column.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            kind = kind.value_type
+        if kind != column.type and pa.types.is_struct(kind):
+            if MESSAGE_KEYS.intersection(field.name for field in kind):
+                names.append(column.name)
+    return names
+
+
+def _without_nulls(row: dict[str, Any], columns: Collection[str]) -> dict[str, Any]:
+    """The row without nulls inside these columns.
+
+    A struct of Arrow has the keys of all rows, so a null stands for a key that a row lacks.
+    """
+    return row | {name: _filled(row[name]) for name in columns}
+
+
+def _filled(value: Any) -> Any:
+    """Objects without their nulls, at any depth; nulls in a list stay."""
+    if isinstance(value, dict):
+        return {key: _filled(part) for key, part in value.items() if part is not None}
+    return [_filled(part) for part in value] if isinstance(value, list) else value
 
 
 def _open_csv(path: str) -> Rows:

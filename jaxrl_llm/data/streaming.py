@@ -22,6 +22,10 @@ CHECKED_ROWS = 1000  # rows of each source that are checked before the first ste
 DIGESTED = 256  # records that stand for all in the digest of a checkpoint
 MOST_SKIPPED = 1000  # bad rows one after the other
 MOST_DECODED = 16_000_000  # bytes that one row may decode: about 20 ms
+SEVERAL = (
+    "config.data.streaming: a row of this data gives several records, and streaming needs one a "
+    "row; set --config.data.streaming=false, or for conversations --config.data.keep_thinking=true"
+)
 log = logging.getLogger(__name__)
 
 
@@ -104,6 +108,8 @@ class Streamed(Share[T]):
         most = min(MOST_SKIPPED, len(self))
         for further in range(most):
             records = self._records((index + further) % len(self))
+            if len(records) > 1:
+                raise ValueError(SEVERAL)
             if records:
                 return records[0]
         raise ValueError(f"{most} rows one after the other are bad or too long")

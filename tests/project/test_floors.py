@@ -15,7 +15,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         *(("types",), ("numerics",)),
         (
             *("references", "data_files", "whole_files", "chat_template", "token_bytes"),
-            "object_digests",
+            *("object_digests", "turns"),
         ),
     ],
     [("typed_records",)],

@@ -142,8 +142,8 @@ class DataConfig(Record):
     system_prompt: str = ""  # system prompt of conversations without one
     # Further variables of the chat template, such as {enable_thinking: false}.
     chat_template_kwargs: FreeDict = field(default_factory=dict)
-    # Thinking of earlier turns, where the template drops it: true keeps it in one row a conversation,
-    # false makes a row of each turn. It also keeps thinking that the template drops from an answer.
+    # Supervised rows with thinking that the chat template drops: true keeps it, in one row a
+    # conversation; false makes a row of each turn, and refuses an answer whose thinking is dropped.
     keep_thinking: bool = False
     train_batch_size: Count = 128  # prompts per iteration; offline, rows per step
     val_batch_size: Count = 512  # prompts per validation call

@@ -135,7 +135,7 @@ def test_processes_read_their_own_prompts_and_know_all_values(monkeypatch):
         (
             "grpo",
             {"data.curriculum_steps": 3},
-            "without config.data.curriculum: .*=difficulty",
+            "without config.data.curriculum: they are batches",
         ),
         ("dpo", {"data.curriculum": "level"}, "is for online runs"),
         ("grpo", {"data.curriculum": "x", "data.priority": "learnability"}, "each give the order"),

@@ -121,7 +121,7 @@ def first_states(iteration: Phase, scale: float = 0.3) -> States:
         params = random_params(shapes, seed, scale)
         if name == "reference":
             params = jax.tree.map(lambda x: x * np.float32(0.95), params)
-        states[name] = role.state(make_global(params, role.own_shardings))
+        states[name] = role.state(make_global(params, role.kept_shardings))
     return states
 
 

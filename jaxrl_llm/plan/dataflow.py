@@ -1,7 +1,7 @@
 """The dataflow of a step: stages say what they read and write, and `plan` orders them.
 
-The fields are those of `RolloutBatch`, offline those of `OfflineBatch`, and whatever other names
-stages write. A stage whose results nobody needs is left out: GRPO drops the critic, a KL
+The fields are the columns of a `RolloutBatch` or `OfflineBatch`, and whatever other names stages
+write. A stage whose results nobody needs is left out: GRPO drops the critic, a KL
 coefficient of 0 the reference model. A field without a writer, a field with two writers and a cycle
 are refused before any device is touched.
 """
@@ -18,7 +18,7 @@ from jaxrl_llm.types import INPUT_FIELDS, OFFLINE_FIELDS, OFFLINE_INPUTS, ROLLOU
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFields:
-    """The vocabulary of a plan: a batch's fields, and those of them that no stage writes."""
+    """The vocabulary of a plan: the fields of a batch, and the inputs, which no stage writes."""
 
     batch: str
     names: tuple[str, ...]

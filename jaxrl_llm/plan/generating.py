@@ -36,14 +36,14 @@ from jaxrl_llm.program.stage import StageOutput
 
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 SAMPLED = ("responses", "response_lengths", "mask", "rollout_logprobs")
-CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")  # of responses in parts
+CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")  # fields of responses in parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How the actor generates for training."""
+    """The settings with which the actor generates for training."""
 
-    samples: int  # of a batch, over all replicas
+    samples: int  # samples of a batch, over all replicas
     dtype: str
     seed: int
     settings: GenerationSettings
@@ -78,11 +78,11 @@ class Generation:
         )
 
     def tails(self, role: Role) -> int:
-        """How many tails a generation has on each replica."""
+        """The number of tails of a generation on each replica."""
         return len(tails_of(self.settings, self.samples // role.generation.num_replicas))
 
     def keys(self, steps: jax.Array) -> jax.Array:
-        """The keys of steps, one or [N], from which those of their samples are made."""
+        """The random keys of steps, one or [N]; the keys of samples derive from them."""
         fold = partial(jax.random.fold_in, jax.random.key(self.seed))
         return jax.vmap(fold)(steps) if jnp.ndim(steps) else fold(steps)
 
@@ -134,28 +134,28 @@ class Generate(ModelStage):
             self.how.settings,
             limits=self.limits(step, prompt_lengths),
         )
-        return self.found(out, step, prompt_lengths)
+        return self.output(out, step, prompt_lengths)
 
     def pieces(self) -> "GenerateInPieces | None":
-        """The loop of all slots, then each tail: every decode step is compiled by itself."""
+        """The loop of all slots, then each tail: every decode step is a program of its own."""
         count = self.how.tails(self.model)
         return GenerateInPieces(stage=self, count=count) if count else None
 
     def limits(self, step: jax.Array, lengths: jax.Array) -> jax.Array | None:
-        """The most tokens of each response; None: those of the settings."""
+        """The most tokens of each response; None takes the limit of the settings."""
         parts = self.parts
         if parts is None:
             return None
         longest = self.how.settings.sampling.max_new_tokens
         return jnp.full(lengths.shape, parts.limit(parts.first_version(step), step, longest))
 
-    def found(self, out: GenerationOutput, step: jax.Array, lengths: jax.Array) -> StageOutput:
-        """What the stage returns of a generation."""
+    def output(self, out: GenerationOutput, step: jax.Array, lengths: jax.Array) -> StageOutput:
+        """The result of the stage, made of a generation."""
         settings, parts, metrics = self.how.settings, self.parts, loop_counts(out)
         routes = () if out.routes is None else (out.routes,)
         if parts is None:
-            found = (out.tokens, out.lengths, out.mask, out.logprobs, *routes)
-            return StageOutput(dict(zip(self.writes, found, strict=True)), metrics)
+            fields = (out.tokens, out.lengths, out.mask, out.logprobs, *routes)
+            return StageOutput(dict(zip(self.writes, fields, strict=True)), metrics)
         responses = _responses(out, parts.first_version(step))
         left = are_unfinished(responses, lengths, settings.sampling)
         writes = dict(zip(self.writes, (*responses, *routes), strict=True))
@@ -171,9 +171,9 @@ class GenerateInPieces:
 
     def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
         """The loops of all slots."""
-        how, given = self.stage.how, params_of(state)
-        spec, params = sampling_model(self.stage.model.spec, given, how.dtype)
-        return self._generation(step, **fields).begin(spec, params, given)
+        how, stored = self.stage.how, params_of(state)
+        spec, params = sampling_model(self.stage.model.spec, stored, how.dtype)
+        return self._generation(step, **fields).begin(spec, params, stored)
 
     def go_on(
         self, number: int, state: Any, step: jax.Array, *carried: Any, **fields: jax.Array
@@ -184,7 +184,7 @@ class GenerateInPieces:
     def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
         """The responses."""
         out = self._generation(step, **fields).end(passed)
-        return self.stage.found(out, step, fields["prompt_lengths"])
+        return self.stage.output(out, step, fields["prompt_lengths"])
 
     def _generation(
         self,
@@ -306,7 +306,7 @@ class ContinueResponses(ModelStage):
         rows = (whole, jnp.where(go_on, longer, 0), ids, self.how.keys(steps), limits)
         stacked = (x.reshape(*shape, *x.shape[1:]) for x in (*rows, flat.lengths_N))
         new_lengths = fields["prompt_lengths"]
-        # The slots are those of one batch.
+        # The slots belong to one batch.
         settings = self.how.settings
         slots = settings.num_slots or new_lengths.shape[0] // self.model.generation.num_replicas
         out = self.how.run(
@@ -354,15 +354,15 @@ class ContinueResponses(ModelStage):
 
 
 def older_fields(batches: Sequence[Any], steps: jax.Array) -> dict[str, Any]:
-    """What `ContinueResponses` reads of the batches of `steps`, int32 [S]. Call it inside jit.
+    """The fields that `ContinueResponses` reads of earlier batches. Call it inside jit.
 
-    Each batch has the fields ASKED and those of its responses.
+    Each batch has the fields ASKED and its responses. `steps` are their steps, int32 [S].
     """
-    found = {
+    fields = {
         OLDER + name: jnp.stack([batch[name] for batch in batches], axis=1) for name in batches[0]
     }
     shape = (batches[0]["prompts"].shape[0], len(batches))
-    return found | {OLDER + "steps": jnp.broadcast_to(steps, shape)}
+    return fields | {OLDER + "steps": jnp.broadcast_to(steps, shape)}
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -371,6 +371,6 @@ def _rows(x: jax.Array) -> jax.Array:
 
 
 def _responses(out: Any, version: jax.Array) -> Responses:
-    """What was generated under one policy."""
+    """The responses that one policy generated."""
     versions = versions_of(out.mask, version)
     return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions)

@@ -39,7 +39,7 @@ class ModelSource:
     """A model's description and where its weights are; `directory` is None for random ones."""
 
     config: ModelConfig
-    directory: Path | None = None  # of Hugging Face files, or the `huggingface` of our checkpoints
+    directory: Path | None = None  # folder of Hugging Face files, or `huggingface` of checkpoints
     checkpoint: Path | None = None  # a global_step_N folder of ours
 
 
@@ -100,12 +100,12 @@ def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str,
     described = [model for model in models.values() if model.path or model.hf_config]
     sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in described)
     heads = sorted({source.config.num_kv_heads for source in sources})
-    own_sizes = {role: model.tensor for role, model in models.items()}
-    own_sizes[ROLLOUT] = config.mesh.generation.tensor
+    tensor_sizes = {role: model.tensor for role, model in models.items()}
+    tensor_sizes[ROLLOUT] = config.mesh.generation.tensor
     placed, meshes = numbers_of_roles(config, devices_of_nodes()), {}
     for role, numbers in placed.items():
         together = [
-            s for name, s in own_sizes.items() if placed.get(name, placed[ACTOR]) == numbers
+            s for name, s in tensor_sizes.items() if placed.get(name, placed[ACTOR]) == numbers
         ]
         devices = [jax.devices()[number] for number in numbers] if config.placement else None
         meshes[role] = mesh_of(mesh_of_role(config, role), heads, together, devices)
@@ -152,27 +152,27 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
     """The adapters that the settings ask for; None trains all weights. ValueError for a mix."""
     if not isinstance(settings, AdaptedSettings) or not settings.lora.enabled:
         return None
-    given = settings.lora
-    if given.path:
-        found = read_lora(
-            given.path, source.config, kind, dtype=settings.param_dtype, dropout=given.dropout
+    chosen = settings.lora
+    if chosen.path:
+        lora = read_lora(
+            chosen.path, source.config, kind, dtype=settings.param_dtype, dropout=chosen.dropout
         )
-        found = replace(found, merge=given.merge)
-        found.check()
-        return found
+        lora = replace(lora, merge=chosen.merge)
+        lora.check()
+        return lora
     tensors = (tensor.name for tensor in hf_names(source.config, kind).values())
-    found = Lora(
-        rank=given.rank,
-        alpha=given.alpha,
-        modules=chosen_modules(given.targets, tensors),
-        rslora=given.rslora,
-        dora=given.dora,
-        dropout=given.dropout,
+    lora = Lora(
+        rank=chosen.rank,
+        alpha=chosen.alpha,
+        modules=chosen_modules(chosen.targets, tensors),
+        rslora=chosen.rslora,
+        dora=chosen.dora,
+        dropout=chosen.dropout,
         dtype=settings.param_dtype,
-        merge=given.merge,
+        merge=chosen.merge,
     )
-    found.check()
-    return found
+    lora.check()
+    return lora
 
 
 def base_dtype(settings: ModelSettings) -> str:
@@ -186,9 +186,9 @@ def base_spec(source: ModelSource, kind: Kind, settings: ModelSettings) -> Model
 
 
 def base_settings(settings: ModelSettings) -> ModelSettings:
-    """How the frozen weights below adapters are computed without them, and stored.
+    """Settings to store the frozen weights below adapters, and to compute without adapters.
 
-    Those in float8 are not all in it: then `param_dtype` is of the others.
+    In float8 only the projections are: then `param_dtype` is the dtype of all others.
     """
     stored = base_dtype(settings)
     return ModelSettings(
@@ -223,7 +223,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def stops_of(config: Config, tokenizer: Tokenizer) -> Stops:
-    """What ends a response. ConfigError for stop strings that the tokenizer cannot have."""
+    """The ends of a response. ConfigError for stop strings that the tokenizer cannot have."""
     try:
         strings = stop_strings(config.rollout.stop, tokenizer)
     except ValueError as error:

@@ -55,7 +55,7 @@ def reference_stage(
 class ReferenceLogprobs(ModelStage):
     """Log-probs of the frozen reference model, summed over each completion."""
 
-    groups: tuple[str, ...]  # of rows that it sees
+    groups: tuple[str, ...]  # groups of rows that it sees
     writes: tuple[str, ...]
     micro_batches: MicroBatches
 
@@ -96,8 +96,8 @@ class Baseline(ModelStage):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        given = (name for name in self._names if name in OFFLINE_FIELDS)
-        return (*self._groups, *given)
+        fields = (name for name in self._names if name in OFFLINE_FIELDS)
+        return (*self._groups, *fields)
 
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         assert self.algorithm.baseline is not None
@@ -122,7 +122,7 @@ def forward_groups(
 
     One group follows the other, so that each may be packed.
     """
-    found: Fields = {}
+    logprobs: Fields = {}
     for group, tokens in rows.items():
 
         def run(part: Fields, group: str = group) -> Any:
@@ -131,8 +131,8 @@ def forward_groups(
             )
             return fields[group + LOGPROBS]
 
-        found[group + LOGPROBS] = micro_batches.join(run, group_fields(tokens))
-    return found
+        logprobs[group + LOGPROBS] = micro_batches.join(run, group_fields(tokens))
+    return logprobs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,6 +227,6 @@ class HeldOutPairs:
         fields = forward_groups(self.learner, params, rows, self.micro_batches)
         if self.reference is not None:
             params = self.reference.params_in(states)
-            found = forward_groups(self.reference, params, rows, self.micro_batches)
-            fields |= reference_fields(found)
+            logprobs = forward_groups(self.reference, params, rows, self.micro_batches)
+            fields |= reference_fields(logprobs)
         return weighted_sums(judge(*(fields[name] for name in field_names(judge))), batch.weights)

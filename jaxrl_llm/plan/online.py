@@ -48,10 +48,10 @@ def plan_online(
 ) -> Plan:
     """The plan of online RL. `reward` scores on the host, if anything does.
 
-    `role_meshes` are those of roles on devices of their own; `mesh` is of all others.
+    `role_meshes` has the mesh of each role on devices of its own; `mesh` is for all others.
 
-    Raises ValueError where the algorithm needs a field that no stage writes, a dim does not divide
-    its mesh axes, or the KL controller refuses so many samples.
+    Raises ValueError where the algorithm needs a field that no stage writes, or a dim does not
+    divide its mesh axes.
     """
     role_meshes = {} if role_meshes is None else role_meshes
     algorithms = [phase.algorithm for phase in config.phases] + [config.algorithm]
@@ -104,7 +104,7 @@ def _learning(
     phases = [
         (first, end) for first, end, has in zip(first_steps, ends, has_critic, strict=True) if has
     ]
-    warmup, of_critic = config.critic.warmup_steps, sum(end - first for first, end in phases)
+    warmup = config.critic.warmup_steps
     last = warmup + (phases[0][0] - 1 if phases else 0) if warmup else 0
     waits = sum(max(min(last + 1, end) - first, 0) for first, end in phases)
     if 0 < config.total_steps == waits:
@@ -113,12 +113,15 @@ def _learning(
             f"{config.total_steps} steps, and the actor in none; --config.total_steps={last + 1} "
             "works"
         )
-    return last, {"actor": config.total_steps - waits, "critic": of_critic}
+    return last, {
+        "actor": config.total_steps - waits,
+        "critic": sum(end - first for first, end in phases),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Planner:
-    """What all phases of a run have in common."""
+    """The settings that all phases of a run share."""
 
     roles: dict[str, Role]
     mesh: Mesh
@@ -202,44 +205,25 @@ def _abstract_batch(config: Config, mesh: Mesh) -> RolloutBatch:
 
 
 def _check(config: Config, algorithm: Algorithm) -> None:
-    """What only the algorithm's functions can say about the config."""
-    if algorithm.kl_reward is not None:
-        controller = algorithm.kl_controller
-        samples = config.data.train_batch_size * config.rollout.n
-        kl = jax.ShapeDtypeStruct((), jnp.float32)
-        state = jax.eval_shape(controller.init)
-        jax.eval_shape(lambda state, kl: controller.update(state, kl, samples), state, kl)
-    if config.rollout.n == 1 and "group_ids" in field_names(algorithm.advantage):
-        raise ValueError(
-            f"config.algorithm={config.algorithm.label} compares the samples of a prompt with each "
-            "other, and config.rollout.n=1 makes one: config.rollout.n=8 is usual"
-        )
-    greedy, usual = next(
-        (
-            (f"{key}={value}", f"{key}={usual}")
-            for key, value, usual in (("temperature", 0, 1), ("top_k", 1, 0), ("min_p", 1, 0))
-            if getattr(config.rollout, key) == value
-        ),
-        ("", ""),
-    )
-    if greedy and {"group_ids", "greedy_scores"} & {*field_names(algorithm.advantage)}:
+    """ConfigError where an algorithm that compares answers would get equal ones, or one."""
+    rollout, names = config.rollout, {*field_names(algorithm.advantage)}
+    label = f"config.algorithm={config.algorithm.label}"
+    if rollout.n == 1 and "group_ids" in names:
         raise ConfigError(
-            f"config.rollout.{greedy} is greedy: all answers to a prompt are the same, and "
-            f"config.algorithm={config.algorithm.label} compares them; "
-            f"--config.rollout.{usual} is usual"
+            f"{label} compares the samples of a prompt with each other, and config.rollout.n=1 "
+            "makes one: config.rollout.n=8 is usual"
         )
-    named = (*field_names(algorithm.advantage), *field_names(algorithm.policy_loss))
-    asked = [name for name in named if name.startswith("teacher_")]
-    if asked and config.teacher is None:
-        raise ConfigError(
-            f"config.algorithm={config.algorithm.label} reads {asked[0]}, and config.teacher is "
-            "not set: name a model, --config.teacher.path=DIR, or train one in the run, as "
-            "configs/distillation.py does"
-        )
+    greedy = {"temperature": 0, "top_k": 1, "min_p": 1}
+    for key, value in greedy.items():
+        if getattr(rollout, key) == value and {"group_ids", "greedy_scores"} & names:
+            raise ConfigError(
+                f"config.rollout.{key}={value} is greedy: all answers to a prompt are the same, "
+                f"and {label} compares them"
+            )
 
 
 def train_sampling(config: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """How the rollout samples."""
+    """The sampling parameters of the rollout."""
     rollout, stops = config.rollout, stops_of(config, tokenizer)
     return SamplingParams(
         max_new_tokens=config.data.max_response_length,

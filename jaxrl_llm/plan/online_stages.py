@@ -1,6 +1,5 @@
 """Which stages an iteration of online RL has, and which of them the source of batches runs."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +41,12 @@ from jaxrl_llm.program.stage import DEVICE, HOST, Stage
 from jaxrl_llm.references import call, check_settings, load, nearest
 from jaxrl_llm.types import INPUT_FIELDS
 
-SCORE = "score"  # by which groups are filtered where no part of the reward is named
+SCORE = "score"  # filters groups where no part of the reward is named
 
 
 def own_stages(config: Config) -> tuple[Stage, ...]:
     """The stages of the user's files. ConfigError where a path gives none."""
-    found = []
+    stages = []
     for entry in config.stages:
         make = load(entry.path)
         check_settings(entry.path, make, entry.settings)
@@ -57,33 +56,13 @@ def own_stages(config: Config) -> tuple[Stage, ...]:
                 f"config.stages: {entry.path} gave {type(stage).__name__}, not a Stage "
                 "(jaxrl_llm.program.stage); see docs/add-a-stage.md"
             )
-        _check_declarations(entry.path, stage)
-        found.append(stage)
-    return tuple(found)
-
-
-def _check_declarations(path: str, stage: Stage) -> None:
-    """ConfigError for a name, `writes` or parameters that a user's stage cannot have."""
-    writes, wrong = stage.writes, ""
-    parameters = inspect.signature(stage).parameters.values()
-    keywords = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    by_place = [p.name for p in parameters if p.kind not in keywords and p.default is p.empty]
-    name = getattr(stage, "name", None)
-    if not (isinstance(name, str) and name.isidentifier()):
-        wrong = f"its name is {name!r}; give it one of letters, digits and _"
-    elif not (isinstance(writes, tuple) and all(isinstance(name, str) for name in writes)):
-        wrong = f"its writes is {writes!r}; give a tuple of names, such as ('scores',)"
-    elif len(by_place) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        wrong = "its __call__ takes no state and step; begin it with self, state, step, *"
-    elif len(by_place) > 2:
-        wrong = f"it takes {by_place[2]!r} by position; put a * before it, as before each field"
-    if wrong:
-        raise ConfigError(f"config.stages={path}: {wrong}; see docs/add-a-stage.md")
+        stages.append(stage)
+    return tuple(stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineStages:
-    """The stages of an iteration, and what they are made of."""
+    """The stages of a step, and what they are made of."""
 
     config: Config
     algorithm: Algorithm
@@ -100,10 +79,10 @@ class OnlineStages:
         A single optimizer step of the actor computes the old log-probs itself, in its forward pass.
         Then no pass of their own does, unless something else reads them. There is one where the
         critic warms up: no such step gives the metrics meanwhile. And there is one with dropout,
-        which the sampler does not have: entropy and mismatch would be those of another policy.
+        which the sampler does not have: entropy and mismatch would be of another policy.
         """
         sizes, lora = update_sizes(self.config, self.roles["actor"]), self.roles["actor"].spec.lora
-        own = (
+        single = (
             sizes.num_mini_batches == sizes.num_epochs == 1
             and "old_logprobs" in field_names(self.algorithm.policy_loss)
             and not critic_warmup(self.config, self.algorithm)
@@ -117,10 +96,10 @@ class OnlineStages:
                     f"config.stages: the stage {stage.name!r} has the role {stage.role!r}, and "
                     f"this run has {', '.join(known)}{hint}; see docs/add-a-stage.md"
                 )
-        # The metrics of a batch are those of its advantages, also where no loss reads them.
+        # The metrics of a batch need its advantages, also where no loss reads them.
         goals = ("advantages",)
-        planned = plan(self.catalogue(own_logprobs=own), goals)
-        if own and any("old_logprobs" in stage.writes for stage in planned):
+        planned = plan(self.catalogue(own_logprobs=single), goals)
+        if single and any("old_logprobs" in stage.writes for stage in planned):
             planned = plan(self.catalogue(own_logprobs=False), goals)
         for stage in self.own_stages:
             if stage not in planned:
@@ -143,7 +122,7 @@ class OnlineStages:
 
         squares = "sum_pi_squared" in field_names(algorithm.advantage)
         old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
-        found: list[Stage] = [
+        catalogue: list[Stage] = [
             *self._generation(),
             stages.OldLogprobs(
                 writes=old, replays_routes=replays_routes(config, roles["actor"]), **passes("actor")
@@ -159,15 +138,15 @@ class OnlineStages:
         ]
         if config.teacher is not None:
             writes = ("teacher_logprobs",)
-            found += [
+            catalogue += [
                 stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
                 stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
         correcting = correction(algorithm)
-        found += [] if correcting is None else [correcting]
-        found += [self._extra_model(passes(model.name)) for model in config.models]
+        catalogue += [] if correcting is None else [correcting]
+        catalogue += [self._extra_model(passes(model.name)) for model in config.models]
         reward = roles.get("reward")
-        found += score_stages(
+        catalogue += score_stages(
             reward,
             self.reward,
             group=config.rollout.n,
@@ -185,8 +164,8 @@ class OnlineStages:
             by_user=self.own_stages,
             steps=config.data.max_response_length if config.reward.process_rewards else 0,
         )
-        found += self.own_stages
-        return found + self._updates(sizes, own_logprobs=own_logprobs)
+        catalogue += self.own_stages
+        return catalogue + self._updates(sizes, own_logprobs=own_logprobs)
 
     def _generation(self) -> list[Stage]:
         config, sampler = self.config, self.sampler
@@ -257,7 +236,7 @@ class OnlineStages:
         config, algorithm = self.config, self.algorithm
         actor, critic = self.roles["actor"], self.roles["critic"]
         critic_sizes = update_sizes(config, critic)
-        found: list[Stage] = []
+        updates: list[Stage] = []
         if algorithm.value_loss is not None:
             loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
             update = stages.Update(
@@ -267,7 +246,7 @@ class OnlineStages:
                 sizes=critic_sizes,
                 seed=config.seed,
             )
-            found.append(update)
+            updates.append(update)
         reads = field_names(algorithm.policy_loss)
         several = sizes.num_mini_batches * sizes.num_epochs > 1  # the ratio of a single one is 1
         with_ratios = "rollout_logprobs" in reads or ("old_logprobs" in reads and several)
@@ -290,18 +269,18 @@ class OnlineStages:
             measure=_measure(own_logprobs, with_ratios),
             seed=config.seed,
         )
-        return [*found, update]
+        return [*updates, update]
 
 
 def _measure(own_logprobs: bool, with_ratios: bool) -> Measure | None:
-    """What is made of the arrays that the actor's loss gives."""
+    """The metrics that are made of the arrays of the actor's loss."""
     if own_logprobs:
         return stages.policy_metrics
     return log_ratios if with_ratios else None
 
 
 def critic_warmup(config: Config, algorithm: Algorithm) -> int:
-    """Iterations of the critic alone. Without a critic nothing would learn meanwhile."""
+    """The first steps, in which only the critic learns; 0 without a critic."""
     return 0 if algorithm.value_loss is None else config.critic.warmup_steps
 
 
@@ -352,7 +331,7 @@ def collected_stages(
     chosen = config.rollout.filter_groups
     if not chosen.enable:
         ahead = _ahead(planned) if config.max_staleness else ()
-        _check_alone(config, ahead, role_meshes)
+        _check_shared_devices(config, ahead, role_meshes)
         return ahead, None
     names: Sequence[str] = () if reward is None else reward.names
     if chosen.metric != SCORE and chosen.metric not in names:
@@ -363,29 +342,31 @@ def collected_stages(
     column = None if chosen.metric == SCORE else names.index(chosen.metric)
     goals = ["scores" if column is None else "reward_parts"]
     if config.data.priority is not None:
-        goals.append("scores")  # of every round, also where a part decides who is kept
+        goals.append("scores")  # priorities follow every round, whichever part filters groups
     # A host stage needs the prompts of its round.
     goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
     collected = plan([stage for stage in planned if not stage.updates], goals), column
     if config.max_staleness:
-        _check_apart(config, collected[0], role_meshes)
-        _check_alone(config, collected[0], role_meshes)
+        _check_learning_devices(config, collected[0], role_meshes)
+        _check_shared_devices(config, collected[0], role_meshes)
     return collected
 
 
 def _ahead(planned: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Generation, and the stages of the host that need nothing else."""
-    found = [stage for stage in planned if stage.generates]
-    known = {*INPUT_FIELDS, *(name for stage in found for name in stage.writes)}
+    """Generation, and the host stages that need nothing else."""
+    ahead = [stage for stage in planned if stage.generates]
+    known = {*INPUT_FIELDS, *(name for stage in ahead for name in stage.writes)}
     for stage in planned:
         if stage.role == HOST and set(stage.reads) <= known:
-            found.append(stage)
+            ahead.append(stage)
             known |= set(stage.writes)
-    return tuple(found)
+    return tuple(ahead)
 
 
-def _check_alone(config: Config, ahead: Sequence[Stage], role_meshes: Mapping[str, Mesh]) -> None:
-    """ConfigError where devices that work ahead also have a role that does not.
+def _check_shared_devices(
+    config: Config, ahead: Sequence[Stage], role_meshes: Mapping[str, Mesh]
+) -> None:
+    """ConfigError where devices that work ahead are shared with a role that does not.
 
     Two threads dispatch to them then. One device takes programs in any order; several that wait for
     each other must get them in the same one.
@@ -402,10 +383,10 @@ def _check_alone(config: Config, ahead: Sequence[Stage], role_meshes: Mapping[st
                 )
 
 
-def _check_apart(
+def _check_learning_devices(
     config: Config, collected: Sequence[Stage], role_meshes: Mapping[str, Mesh]
 ) -> None:
-    """ConfigError where a round of dynamic sampling, run ahead, needs devices that learn."""
+    """ConfigError where a round of dynamic sampling would run ahead on devices that learn."""
     for stage in collected:
         if stage.role != HOST and stage.role not in role_meshes:
             raise ConfigError(

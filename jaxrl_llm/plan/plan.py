@@ -112,7 +112,7 @@ class Phase:
     def trace(self, *, compiles_first: bool = False) -> Any:
         """Trace every program on abstract arrays: shapes and fields that do not fit fail here.
 
-        `compiles_first` is that of `Program.trace`.
+        `compiles_first` also compiles the first program: see `Program.trace`.
         """
         states = self.abstract_states()
         batch = self.program.trace(states, self.batch, compiles_first=compiles_first)
@@ -209,8 +209,8 @@ class Plan:
         """The roles that no step changes and that a run reads again, where it began with them."""
         if self.config.warmup is not None:
             return {}
-        of_bases = {BASE: self.learner.name, CRITIC_BASE: "critic"}
-        sources = {base: self.sources.get(of_bases[base]) for base in self.bases}
+        learners = {BASE: self.learner.name, CRITIC_BASE: "critic"}
+        sources = {base: self.sources.get(learners[base]) for base in self.bases}
         return {base: source for base, source in sources.items() if source is not None}
 
     @property

@@ -73,17 +73,17 @@ class Role:
 
     name: str
     spec: ModelSpec
-    forward: ForwardSettings  # of updates
-    passes: ForwardSettings  # without a gradient; may have a layout of its own
-    layout: Layout  # of storage and updates
+    forward: ForwardSettings  # settings of updates
+    passes: ForwardSettings  # settings without a gradient; may have another layout
+    layout: Layout  # layout of storage and updates
     generation: Layout
     param_shardings: Params  # in `layout`
     optimizer: optax.GradientTransformationExtraArgs | None = None
     offload: bool = False  # optimizer state is in host memory between steps
     learning_rate: optax.Schedule | None = None
     max_grad_norm: float = 1.0
-    base: str = ""  # of a role with adapters: whose state its base is
-    data_groups: DataGroups | None = None  # which sum their gradients once an optimizer step
+    base: str = ""  # role that keeps the weights below its adapters
+    data_groups: DataGroups | None = None  # groups that sum gradients once an optimizer step
 
     @property
     def mesh(self) -> Mesh:
@@ -102,7 +102,7 @@ class Role:
     @cached_property
     def shardings(self) -> Any:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
-        own = self.own_shardings
+        own = self.kept_shardings
         if self.optimizer is None:
             return own
         return state_shardings(
@@ -127,16 +127,16 @@ class Role:
         )
 
     def state_of(self, states: Mapping[str, Any]) -> Any:
-        """What the role keeps, joined to its base if it has one; None for a role without state."""
+        """The state of the role, joined to its base if it has one; None without a state."""
         own = states.get(self.name)
         return self.with_base(own, states[self.base]) if self.base else own
 
     def params_in(self, states: Mapping[str, Any]) -> Params:
-        """All parameters of the role, those of its base included."""
+        """All parameters of the role, with its base."""
         return params_of(self.state_of(states))
 
     def with_base(self, own: Any, base: Params) -> Adapted:
-        """What a role with adapters works with. The base may have another head than the role."""
+        """Adapters joined to their base, which may have another head than the role."""
         wanted = split(self.spec.params)[0]
         return Adapted(own=own, base={name: base[name] for name in wanted})
 
@@ -152,15 +152,15 @@ class Role:
                 own |= {HEAD: jax.tree.map(lambda x: x.astype(lora.dtype), base[HEAD])}
             return own
 
-        return call(jax.jit(make, out_shardings=self.own_shardings), (base,), self.mesh)
+        return call(jax.jit(make, out_shardings=self.kept_shardings), (base,), self.mesh)
 
     @property
-    def own_shardings(self) -> Params:
+    def kept_shardings(self) -> Params:
         """Shardings of the parameters that the role keeps itself."""
         return self.param_shardings if self.spec.lora is None else split(self.param_shardings)[1]
 
     def state(self, params: Params) -> Any:
-        """What the role keeps, made of its parameters, or of those that learn.
+        """The state of the role, made of the parameters that it keeps.
 
         The parameters are consumed: their buffers become the state's. A copy would leave a hole in
         memory, and the temporaries of a program need one piece.
@@ -171,7 +171,7 @@ class Role:
         return call(make, (params,), self.mesh)
 
     def with_optimizer(self, config: OptimizerConfig, total_steps: int) -> "Role":
-        """The role with another optimizer, e.g. that of a supervised warm-up.
+        """The role with another optimizer, such as the one of a supervised warm-up.
 
         ConfigError when the optimizer is offloaded and the devices have no host memory.
         """
@@ -286,7 +286,7 @@ def _data_groups(layout: Layout, spec: ModelSpec, forward: ForwardSettings) -> D
 
 
 def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
-    """How the sampler and the trainer of a model compute strictly, on the devices of this process.
+    """The strict computation that sampler and trainer of a model share, on these devices.
 
     Raises: ValueError for a model with a sliding window, for adapters that are computed apart, and
         on a GPU for a model that our kernels do not take.
@@ -314,10 +314,10 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
         )
     if not gpu:
         return Strict(rows=STRICT_ROWS, block=16)
-    found = chosen_attention(attention, jnp.dtype(dtype), config.head_dim, ranges=True)
-    if found != "pallas" or config.head_dim not in ROWS_HEAD_DIMS:
+    kernel = chosen_attention(attention, jnp.dtype(dtype), config.head_dim, ranges=True)
+    if kernel != "pallas" or config.head_dim not in ROWS_HEAD_DIMS:
         raise ValueError(
-            f"config.exact=strict: {found} attention of {dtype} with head dim {config.head_dim}; "
+            f"config.exact=strict: {kernel} attention of {dtype} with head dim {config.head_dim}; "
             f"on a GPU it takes an H100 or H200, dtype=bfloat16, attention=auto and head dims "
             f"{ROWS_HEAD_DIMS}; --config.exact=repeatable works"
         )
@@ -359,7 +359,7 @@ def _pipeline(layout: Layout, sizes: MeshConfig, spec: ModelSpec) -> Pipeline | 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSizes:
-    """How the samples of an iteration are cut for a role; all counts are of the whole mesh."""
+    """The cuts of a step's samples for a role; all counts are of the whole mesh."""
 
     num_mini_batches: int = 1
     num_epochs: int = 1
@@ -369,7 +369,7 @@ class UpdateSizes:
 
 
 def update_sizes(config: Config, role: Role) -> UpdateSizes:
-    """How an iteration's samples are cut for `role`: into mini-batches, and into parts that fit.
+    """Cut a step's samples for `role` into mini-batches, and into parts that fit.
 
     The keys are the critic's for the critic, and the actor's for all other roles. Shuffling spreads
     the samples of a prompt over mini-batches: no row has them together.
@@ -377,7 +377,7 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
     settings = config.critic if role.name == "critic" else config.actor
     samples = config.data.train_batch_size * config.rollout.n
     mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
-    layout, of_passes = role.layout, role.passes.layout or role.layout
+    layout, passes_layout = role.layout, role.passes.layout or role.layout
     if settings.micro_batch_tokens:
         update = Packed(
             row_tokens=settings.micro_batch_tokens,
@@ -389,19 +389,19 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
         )
         passes = replace(
             update,
-            num_replicas=of_passes.num_replicas,
+            num_replicas=passes_layout.num_replicas,
             rows=role.passes.rows_of_pass,
-            shard=shard_rows(of_passes),
+            shard=shard_rows(passes_layout),
         )
         if config.actor.shuffle:
             update = replace(update, group=1)
     else:
         micro_batch = settings.micro_batch_size * layout.num_replicas or mini_batch
-        of_pass = settings.micro_batch_size * of_passes.num_replicas or mini_batch
+        pass_size = settings.micro_batch_size * passes_layout.num_replicas or mini_batch
         update = Padded(
             num=mini_batch // micro_batch, align=role.forward.align, shard=shard_stacked(layout)
         )
-        passes = replace(update, num=samples // of_pass, shard=shard_stacked(of_passes))
+        passes = replace(update, num=samples // pass_size, shard=shard_stacked(passes_layout))
     return UpdateSizes(
         num_mini_batches=samples // mini_batch,
         num_epochs=settings.ppo_epochs,
@@ -476,17 +476,17 @@ def _place_role(
     spec: ModelSpec,
     settings: ModelSettings,
     config: Config,
-    own_mesh: Mesh | None,
+    role_mesh: Mesh | None,
     mesh: Mesh,
 ) -> Role:
-    """A role on its own mesh, which has no phases, or on that of the run."""
-    phases = config.mesh if own_mesh is None else None
+    """A role on a mesh of its own, which has no phases, or on the run's."""
+    phases = config.mesh if role_mesh is None else None
     strict = None
     if config.exact == "strict" and spec.kind == "causal_lm":
         strict = strict_of(spec, settings.dtype, settings.attention)
     exact = config.exact != "off"
     return make_role(
-        name, spec, settings, own_mesh or mesh, phases=phases, exact=exact, strict=strict
+        name, spec, settings, role_mesh or mesh, phases=phases, exact=exact, strict=strict
     )
 
 
@@ -497,9 +497,9 @@ def _check_vocabulary(
 
     A critic or reward model may have another padding of its table, as sizes of one family do.
     """
-    size, of_actor = source.config.vocab_size, actor.config.vocab_size
-    enough = name in ("critic", "reward") and size >= min(of_actor, tokenizer.vocab_size)
-    if size != of_actor and not enough:
+    size, actor_size = source.config.vocab_size, actor.config.vocab_size
+    enough = name in ("critic", "reward") and size >= min(actor_size, tokenizer.vocab_size)
+    if size != actor_size and not enough:
         raise ConfigError(
             f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
             f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"
@@ -507,7 +507,7 @@ def _check_vocabulary(
 
 
 def reference_role(
-    config: Config, source: ModelSource, mesh: Mesh, own_mesh: Mesh | None = None
+    config: Config, source: ModelSource, mesh: Mesh, role_mesh: Mesh | None = None
 ) -> Role:
     """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
     settings = ModelSettings(
@@ -516,7 +516,7 @@ def reference_role(
         attention=config.actor.attention,
     )
     spec: ModelSpec = spec_of(source, "causal_lm", settings)
-    return _place_role("reference", spec, settings, config, own_mesh, mesh)
+    return _place_role("reference", spec, settings, config, role_mesh, mesh)
 
 
 # ------------------------------------------------------------------------- mixtures of experts

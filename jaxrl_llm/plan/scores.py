@@ -63,19 +63,21 @@ def score_stages(
     """
     taken = {name for stage in by_user for name in stage.writes}
     several = (reward is not None) + (model is not None) + len(others) > 1
-    end, found = "_model" if several and reward is not None else "", []
+    end, stages = "_model" if several and reward is not None else "", []
     for greedy, name in (("", "reward"), ("greedy_", "reward_max")):
         score = f"{greedy}scores"
         parts = several or score in taken
-        of_functions = f"{greedy}function_scores" if parts else score
+        function_scores = f"{greedy}function_scores" if parts else score
         writes = (f"{greedy}model_scores" if parts else score,)
         if reward is not None and greedy:
-            found.append(FunctionScoresOfGreedy(reward=reward, writes=(of_functions,), group=group))
+            stages.append(
+                FunctionScoresOfGreedy(reward=reward, writes=(function_scores,), group=group)
+            )
         elif reward is not None:
-            own = (of_functions, "reward_parts", *((STEP_REWARDS,) if steps else ()))
-            found.append(FunctionScores(reward=reward, writes=own, response_length=steps))
+            own = (function_scores, "reward_parts", *((STEP_REWARDS,) if steps else ()))
+            stages.append(FunctionScores(reward=reward, writes=own, response_length=steps))
         if model is not None and greedy:
-            found.append(
+            stages.append(
                 ModelScoresOfGreedy(
                     model=model,
                     name=name + end,
@@ -85,21 +87,21 @@ def score_stages(
                 )
             )
         elif model is not None:
-            found.append(
+            stages.append(
                 ModelScores(
                     model=model, name=name + end, writes=writes, micro_batches=micro_batches
                 )
             )
-        found += [_of_greedy(one, group) for one in others if greedy]
+        stages += [_greedy_scores(one, group) for one in others if greedy]
         if several and score not in taken:
-            weights = {of_functions: 1.0} if reward is not None else {}
+            weights = {function_scores: 1.0} if reward is not None else {}
             weights |= {writes[0]: weight} if model is not None else {}
             weights |= {f"{greedy}{one.field}": one.weight for one in others}
-            found.append(GreedyScoreSum(weights=weights) if greedy else ScoreSum(weights=weights))
-    return found
+            stages.append(GreedyScoreSum(weights=weights) if greedy else ScoreSum(weights=weights))
+    return stages
 
 
-def _of_greedy(one: WeightedModel, group: int) -> Stage:
+def _greedy_scores(one: WeightedModel, group: int) -> Stage:
     """The scores that a further model gives to the greedy answers."""
     return ModelScoresOfGreedy(
         model=one.role,
@@ -192,21 +194,21 @@ class HostReward(ABC):
     Each process scores the rows that it owns. Metrics are of the rows of all processes.
     """
 
-    names: tuple[str, ...]  # of the parts that the score is made of
+    names: tuple[str, ...]  # parts of the score
 
     @abstractmethod
     def score(
         self, context: StepContext, step: int, answers: HostResponses
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-        """The scores of the rows given [N], the parts [N, K] and metrics."""
+        """The scores of rows [N], the parts [N, K] and metrics."""
 
     def step_rewards(self, context: StepContext, shape: tuple[int, int]) -> np.ndarray:
-        """The part of the scores just given that belongs to steps, at their last tokens [N, R]."""
+        """The part of the last scores that belongs to steps, at their last tokens [N, R]."""
         return np.zeros(shape, np.float32)
 
     @abstractmethod
     def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
-        """Scores [N] of greedy answers: those to the prompts whose first sample is given."""
+        """Scores [N] of greedy answers, one for each prompt whose first sample is here."""
 
 
 @dataclass(frozen=True)
@@ -250,11 +252,11 @@ class FunctionScores(Stage):
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         parts = jax.ShapeDtypeStruct((rows, len(self.reward.names)), jnp.float32)
-        found = super().shapes(rows) | {"reward_parts": parts}
+        shapes = super().shapes(rows) | {"reward_parts": parts}
         if STEP_REWARDS in self.writes:
             shape = (rows, self.response_length)
-            found[STEP_REWARDS] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return found
+            shapes[STEP_REWARDS] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return shapes
 
     def __call__(
         self,
@@ -324,10 +326,10 @@ class FunctionScoresOfGreedy(Stage):
         # One number a prompt. The other samples of a group may lie on another host.
         pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))
         every = dict(sorted(pair for one in gather_objects(pairs, "greedy") for pair in one))
-        of_rows = np.array([every[group] for group in group_ids.tolist()], np.float32)
+        row_scores = np.array([every[group] for group in group_ids.tolist()], np.float32)
         metrics = {GREEDY_SCORE: float(np.array(list(every.values()), np.float32).mean())}
         (field,) = self.writes
-        return StageOutput({field: of_rows}, metrics)
+        return StageOutput({field: row_scores}, metrics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -345,8 +347,8 @@ class ScoreSum(Stage):
 
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         total = weighted_sum(self.weights, fields)
-        of_model = fields.get("model_scores")
-        metrics = {} if of_model is None else score_metrics("model", of_model)
+        model_scores = fields.get("model_scores")
+        metrics = {} if model_scores is None else score_metrics("model", model_scores)
         return StageOutput({"scores": total}, metrics)
 
 

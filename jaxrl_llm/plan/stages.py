@@ -66,7 +66,7 @@ class ModelStage(Stage):
         return (self.model.base,) if self.model.base else ()
 
     def state_of(self, states: States) -> Any:
-        """The state of the model; with adapters, joined to that of its base."""
+        """The state of the model; adapters are joined to their base."""
         return self.model.state_of(states)
 
     @property
@@ -74,7 +74,7 @@ class ModelStage(Stage):
         return {MICRO_BATCHES: f"{self.name}/micro_batches"}
 
     def count(self, parts: int | jax.Array) -> Metrics:
-        """How many parts a pass had, where that is data and, on a mesh, multiplies what moves."""
+        """The number of parts of a pass, where it is data and, on a mesh, multiplies what moves."""
         if isinstance(parts, int) or self.model.mesh.size == 1:
             return {}
         return {f"{self.name}/micro_batches": parts.astype(jnp.float32)}
@@ -119,7 +119,7 @@ class OldLogprobs(ModelStage):
         spec, params = pass_model(self.model, state)
 
         def forward(part: Fields) -> Any:
-            found = response_statistics(
+            statistics = response_statistics(
                 params,
                 rows_of(part, self.model.passes.align),
                 spec=spec,
@@ -128,7 +128,7 @@ class OldLogprobs(ModelStage):
                 with_entropy=True,
                 with_squares=with_squares,
             )
-            return found.logprobs, found.entropy, found.sum_squares
+            return statistics.logprobs, statistics.entropy, statistics.sum_squares
 
         samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | routes
         (old, entropy, squares), parts = self.micro_batches.join_counted(forward, samples)
@@ -319,8 +319,8 @@ class Advantages(Stage):
             "rewards": rewards,
         }
         (advantage,) = self.functions
-        found = advantage(*(known[name] for name in field_names(advantage)))
-        advantages, returns = pair_of("the algorithm's advantage", found, mask)
+        pair = advantage(*(known[name] for name in field_names(advantage)))
+        advantages, returns = pair_of("the algorithm's advantage", pair, mask)
         writes = {"advantages": advantages, "returns": returns}
         metrics = batch_metrics(**known, **writes, max_response_length=self.max_response_length)
         return StageOutput(writes, metrics)
@@ -350,8 +350,8 @@ class Correction(Stage):
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         writes, metrics = {}, {}
         for name, fn in zip(self.writes, self.functions, strict=True):
-            writes[name], found = fn(*(fields[field] for field in field_names(fn)))
-            metrics |= found
+            writes[name], measured = fn(*(fields[field] for field in field_names(fn)))
+            metrics |= measured
         return StageOutput(writes, metrics)
 
 
@@ -370,7 +370,7 @@ class Update(ModelStage):
     sizes: UpdateSizes
     first_step: int = 1
     measure: Measure | None = None
-    seed: int = 0  # of the run, for dropout
+    seed: int = 0  # seed of the run, for dropout
 
     updates = True
 
@@ -429,13 +429,13 @@ class Update(ModelStage):
         if role.forward.pipeline is not None:
             metrics[BUBBLE] = jnp.full(num_steps, role.forward.pipeline.bubble, jnp.float32)
         ratios: Any = metrics.pop(LOG_RATIOS, None)
-        found = self.summary(metrics)
+        summary = self.summary(metrics)
         if ratios is not None:
-            found |= ratio_quantiles(ratios)
-        return StageOutput(metrics=found, state=own)
+            summary |= ratio_quantiles(ratios)
+        return StageOutput(metrics=summary, state=own)
 
     def summary(self, steps: Metrics) -> Metrics:
-        """Metrics [optimizer steps] averaged; those of the step itself are named for the role."""
+        """Metrics [optimizer steps] averaged; step metrics are named for the role."""
         flags = steps.pop(NONFINITE).any(axis=0)
         steps.pop("loss")
         metrics = {

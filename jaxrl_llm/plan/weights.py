@@ -81,11 +81,11 @@ def _frozen(abstract: Params, params: Params, places: Params) -> Params:
 
 
 def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: int) -> Params:
-    """The adapters that a training begins with: new ones, or those of a PEFT folder."""
+    """The adapters that a training begins with: new ones, or a PEFT folder's."""
     if not settings.lora.path:
         return role.first_adapters(base, seed)
     _check_adapted_base(role, base, settings)
-    adapters = import_adapter(settings.lora.path, role.spec, role.own_shardings)
+    adapters = import_adapter(settings.lora.path, role.spec, role.kept_shardings)
     check_loaded(adapters, settings.lora.path)
     return adapters
 
@@ -97,13 +97,13 @@ def _check_adapted_base(role: Role, base: Params, settings: AdaptedSettings) -> 
     """
     folder = settings.lora.path
     name, mark = base_of_adapter(folder)
-    # Of a whole base this takes seconds, which other files of adapters need not wait for.
+    # For a whole base this takes seconds, so it is left out where the adapter has no digests.
     now = mark_of(digests.array_digests({role.name: base})[role.name]) if mark else {}
     if mark and mark[BASE_FORM] == now[BASE_FORM]:
         if mark[BASE_BITS] != now[BASE_BITS]:
             raise ConfigError(
-                f"the adapter in {folder} was trained on other frozen weights than those of "
-                f"config.{role.name}.path={settings.path}: on {name or 'those of its own run'}. "
+                f"the adapter in {folder} was trained on other frozen weights than "
+                f"config.{role.name}.path={settings.path}: on {name or 'the ones of its own run'}. "
                 f"Give that base, or begin with new adapters: --config.{role.name}.lora.path= "
                 f"--config.{role.name}.lora.rank=16"
             )

@@ -49,8 +49,8 @@ class _Program:
     # Set when it is lowered or stored: whether it can be compiled while the device works.
     independent: Future[bool] = field(default_factory=Future)
     compiled: Future[Run] | None = None  # None until a thread compiles it
-    setting: str = ""  # that of `CompileJob`
-    name: str = ""  # of its file, once it is lowered or stored
+    setting: str = ""  # options and devices, as in `CompileJob`
+    name: str = ""  # name of its file, once it is lowered or stored
     run: Run | None = None  # what `compiled` gave, once it was waited for
     is_new: bool = False  # whether this process compiled it
 
@@ -65,8 +65,8 @@ class Compilers:
         self._lock = threading.Lock()
         self._device_works = False
         self._timing: list[Future[Run]] = []  # compilations that need the device
-        self._deferred: list[Callable[[], None]] = []  # those until the device is free
-        self._compare: Callable[[], None] | None = None  # of programs that run before
+        self._deferred: list[Callable[[], None]] = []  # begun once it is free
+        self._compare: Callable[[], None] | None = None  # comparison with what runs
         self._compared: Future[None] | None = None
 
     def begin_first(self, job: CompileJob) -> None:
@@ -92,9 +92,9 @@ class Compilers:
             return False
         start.forget()
         for program, name in zip(programs, names, strict=True):
-            found = self._programs[program] = _Program(name=name)
-            found.independent.set_result(True)
-            found.compiled = _in_thread(partial(_load_or_call, stored, name, program))
+            entry = self._programs[program] = _Program(name=name)
+            entry.independent.set_result(True)
+            entry.compiled = _in_thread(partial(_load_or_call, stored, name, program))
         self._compare = partial(self._compare_all, jobs, stored, start)
         self.reads_cache = self.reads_stored = True
         return True
@@ -111,25 +111,25 @@ class Compilers:
         lowering.add_done_callback(partial(_pass_on, list(programs.values())))
 
     def _announce(self, programs: Sequence[Any], setting: str) -> "dict[Any, _Program]":
-        """Those of `programs` that were not begun before."""
+        """The ones of `programs` that were not begun before."""
         new = [program for program in programs if program not in self._programs]
-        found = {program: _Program(setting=setting) for program in new}
-        self._programs |= found
-        return found
+        announced = {program: _Program(setting=setting) for program in new}
+        self._programs |= announced
+        return announced
 
     def ready(self, program: Any, running: Any = ()) -> Run:
-        """What to call for `program`: it waits until that is there. Itself if nothing was begun.
+        """The function to call for `program`, once it is there; itself if nothing was begun.
 
         `running` are arrays that the device still computes.
 
         Raises: what tracing, lowering, compiling or reading it raised.
         """
-        found = self._programs.get(program)
-        if found is None:
+        entry = self._programs.get(program)
+        if entry is None:
             return program
-        if found.run is not None:
-            return found.run
-        if not found.independent.result():
+        if entry.run is not None:
+            return entry.run
+        if not entry.independent.result():
             jax.block_until_ready(running)
             self.wait_for_all()
         else:
@@ -137,16 +137,16 @@ class Compilers:
                 self._device_works = True
                 timing = list(self._timing)
             wait(timing)
-        assert found.compiled is not None
-        found.run = found.compiled.result()
+        assert entry.compiled is not None
+        entry.run = entry.compiled.result()
         with self._lock:
             if self._compare is not None:
                 self._compared, self._compare = _in_thread(self._compare), None
-        return found.run
+        return entry.run
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
-        """What is computed inside leaves after the programs that were called are compared.
+        """Results leave this block only after the called programs were compared.
 
         Raises: StalePrograms, also in place of an error inside; what tracing or lowering raised.
         """
@@ -168,10 +168,10 @@ class Compilers:
             deferred, self._deferred = self._deferred, []
             for start in deferred:
                 start()
-        for found in list(self._programs.values()):
-            found.independent.result()
-            assert found.compiled is not None
-            found.compiled.result()
+        for entry in list(self._programs.values()):
+            entry.independent.result()
+            assert entry.compiled is not None
+            entry.compiled.result()
         if deferred:
             _in_thread(partial(self._save_new, StoredPrograms()))
 
@@ -192,19 +192,19 @@ class Compilers:
     def _save_new(self, stored: StoredPrograms) -> None:
         """Write what was compiled; then, and not at every start, what is too much is deleted."""
         has_new = False
-        for found in list(self._programs.values()):
-            if found.compiled is not None and found.compiled.exception() is None and found.is_new:
-                stored.save(found.name, found.compiled.result())
+        for entry in list(self._programs.values()):
+            if entry.compiled is not None and entry.compiled.exception() is None and entry.is_new:
+                stored.save(entry.name, entry.compiled.result())
                 has_new = True
         if has_new:
             stored.bound()
 
     def _lower(self, program: Any, arguments: tuple[Any, ...], stored: StoredPrograms) -> bool:
         """Lower a program and begin to compile it. Whether it is on disk."""
-        found = self._programs[program]
+        entry = self._programs[program]
         lowered = program.lower(*arguments)
-        found.name = stored.name_of(lowered, found.setting)
-        is_known = stored.has(found.name)
+        entry.name = stored.name_of(lowered, entry.setting)
+        is_known = stored.has(entry.name)
         independent = is_known or not times_kernels()
         start = partial(self._start, program, lowered, stored, independent)
         with self._lock:
@@ -212,20 +212,20 @@ class Compilers:
                 self._deferred.append(start)
             else:
                 start()
-        found.independent.set_result(independent)
+        entry.independent.set_result(independent)
         return is_known
 
     def _start(self, program: Any, lowered: Any, stored: StoredPrograms, independent: bool) -> None:
-        found = self._programs[program]
-        found.compiled = _in_thread(partial(_compile, program, found, lowered, stored))
+        entry = self._programs[program]
+        entry.compiled = _in_thread(partial(_compile, program, entry, lowered, stored))
         if not independent:
-            self._timing.append(found.compiled)
+            self._timing.append(entry.compiled)
 
     def _compare_all(
         self, jobs: Callable[[], Sequence[CompileJob]], stored: StoredPrograms, start: Start
     ) -> None:
         """Lower every program that was called before, and compare it with what was called."""
-        names = [found.name for found in self._programs.values()]
+        names = [entry.name for entry in self._programs.values()]
         for job in jobs():
             for program, arguments in job.links:
                 name = stored.name_of(program.lower(*arguments), job.setting)
@@ -257,23 +257,23 @@ def compiles_ahead() -> bool:
     return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
 
-def _compile(program: Any, found: _Program, lowered: Any, stored: StoredPrograms) -> Run:
+def _compile(program: Any, entry: _Program, lowered: Any, stored: StoredPrograms) -> Run:
     """Read a lowered program from disk, or compile it.
 
     What jax reads from its own cache is not new: XLA writes it without its functions, on a CPU.
     """
-    if stored.has(found.name):
+    if stored.has(entry.name):
         try:
-            return _load(stored, found.name, program)
+            return _load(stored, entry.name, program)
         except UnreadableProgram as error:
             _log.warning("%s; it is compiled", error)
     _listen_to_hits()
     _own.hits = 0
     compiled = lowered.compile()
-    found.is_new = not _own.hits
+    entry.is_new = not _own.hits
     # XLA for a CPU cannot write a program that sorts, once it has run.
-    if found.is_new and not times_kernels():
-        stored.save(found.name, compiled)
+    if entry.is_new and not times_kernels():
+        stored.save(entry.name, compiled)
     return compiled
 
 
@@ -308,11 +308,11 @@ def _listen_to_hits() -> None:
 
 
 def _in_thread(run: Callable[[], T]) -> Future[T]:
-    """What `run` gives, in a thread that ends with it."""
+    """The result of `run`, in a thread that ends with it."""
     threads = ThreadPoolExecutor(1, COMPILING)
-    found = threads.submit(run)
+    result = threads.submit(run)
     threads.shutdown(wait=False)
-    return found
+    return result
 
 
 def _pass_on(programs: Sequence[_Program], lowering: "Future[None]") -> None:

@@ -16,9 +16,9 @@ from jaxrl_llm.program.ahead import CompileJob, Compilers, Link, Run
 
 
 class Chain:
-    """What `jax.jit` of `whole` is, for a function that is cut.
+    """A function that is cut into programs; it is called as `jax.jit(whole)` is.
 
-    `begin`, those of `middle` and `end` take the arguments of `whole`. `begin` returns three values
+    `begin`, each of `middle` and `end` take the arguments of `whole`. `begin` returns three values
     for `middle`: kept is only read. Passed and moved are replaced by each, and moved is donated.
     `middle` also takes these three, and `end` takes passed.
     """
@@ -81,9 +81,9 @@ class Chain:
         yield self._begin, arguments
         kept, passed, moved = self._placed(self._begin.eval_shape(*arguments))
         for piece in self._middle:
-            given = (*arguments, kept, passed, moved)
-            yield piece, given
-            passed, moved = self._placed(piece.eval_shape(*given))
+            inputs = (*arguments, kept, passed, moved)
+            yield piece, inputs
+            passed, moved = self._placed(piece.eval_shape(*inputs))
         yield self._end, (*arguments, passed)
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
@@ -103,7 +103,7 @@ def job_of(
 ) -> CompileJob:
     """The programs that are compiled for a function, a chain or one that is jitted.
 
-    `setting` is that of a jitted one; a chain knows its own.
+    `setting` is for a jitted one; a chain knows its own.
     """
     if isinstance(program, Chain):
         return CompileJob(program.programs, program.links(*arguments), program.setting, is_long)
@@ -116,7 +116,7 @@ def programs_of(program: Any) -> Sequence[Any]:
 
 
 def setting_of(mesh: Mesh, compiler_options: dict[str, Any] | None) -> str:
-    """What decides an executable of a jitted function and is not in its lowered program."""
+    """Devices and options, which decide an executable and are not in its lowered program."""
     devices = [device.id for device in mesh.devices.flat]
     return f"devices {devices}, options {sorted((compiler_options or {}).items())}"
 

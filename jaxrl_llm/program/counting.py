@@ -22,7 +22,7 @@ class CompileCounter:
         return self.names.total()
 
     def programs(self, name: str) -> int:
-        """How often the jitted function `name` was compiled."""
+        """The number of compilations of the jitted function `name`."""
         return self.names[f"jit({name})"] + self.names[name]
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:

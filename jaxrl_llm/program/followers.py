@@ -10,10 +10,10 @@ from jaxrl_llm.learner.train_state import Params, params_of, stays_float32
 
 
 class Follower:
-    """A role whose weights are those of another, on devices of its own, at each step's begin."""
+    """A role that takes the weights of another to its own devices as each step begins."""
 
     def __init__(self, name: str, source: str, dtype: str, *, shapes: Params, shardings: Params):
-        """`shapes` and `shardings` are those of the weights on the role's devices."""
+        """`shapes` and `shardings` describe the weights on the role's devices."""
         self.name = name
         self.source = source
         self.timing = f"sync_{name}"
@@ -26,8 +26,8 @@ class Follower:
         """The weights on the role's devices, and the bytes that they moved. A state moves once."""
         if self._last[0] is not state:
             self._last = (None, None, 0)  # the old weights make room
-            found = to_devices(params_of(state), self._shardings, self._dtype, stays_float32)
-            self._last = (state, *found)
+            weights = to_devices(params_of(state), self._shardings, self._dtype, stays_float32)
+            self._last = (state, *weights)
         return self._last[1:]
 
     def abstract(self) -> Any:

@@ -30,10 +30,10 @@ class Moves:
         sharding = batch_sharding(mesh)
         if field.sharding.device_set == sharding.device_set:
             return field
-        known, found = self._moved.get((name, mesh), (None, None))
+        known, there = self._moved.get((name, mesh), (None, None))
         if known is not field:
             jax.block_until_ready(field)
-            found = moved(field, sharding)
+            there = moved(field, sharding)
             self.bytes += field.nbytes
-            self._moved[name, mesh] = field, found
-        return found
+            self._moved[name, mesh] = field, there
+        return there

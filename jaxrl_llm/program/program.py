@@ -40,7 +40,7 @@ from jaxrl_llm.program.stage import Pieces, Stage, States, StepContext
 from jaxrl_llm.program.stored import Start
 from jaxrl_llm.types import Batch
 
-MOVED = "perf/moved_between_groups_gb"  # of one call of `Program.run`
+MOVED = "perf/moved_between_groups_gb"  # bytes of one call of `Program.run`
 PROGRAM = Segment.iteration.__name__  # under which compilations are counted
 
 
@@ -64,8 +64,8 @@ class Program:
     ):
         """`state_shardings` has one entry for each role that keeps state.
 
-        `role_meshes` are those of roles on devices of their own. Their segments run at the same
-        time as those on `mesh`, as far as their fields allow. A field moves where it is read. With
+        `role_meshes` has the mesh of each role on devices of its own. Their segments run at the
+        same time as others, as far as their fields allow. A field moves where it is read. With
         several meshes a thread dispatches each segment: on a GPU the call of a program with loops
         returns late, and another mesh would wait for it.
         `followers` are the roles whose weights come from another role in each step.
@@ -73,7 +73,7 @@ class Program:
         `group` samples in a row answer one prompt: hosts divide rows by whole groups if they can.
         `overlap` lets a device segment run while a host stage does that reads nothing of it.
         Without it, each segment has ended before the next begins, and its time is its own.
-        `supervised` programs are counted apart from those of the run's own steps.
+        `supervised` programs are counted apart from the run's own steps.
         """
         self.segments = tuple(segments)
         self._overlap = overlap
@@ -83,13 +83,13 @@ class Program:
         apart = len(set(self._role_meshes.values()))
         self._threads = ThreadPoolExecutor(apart + 1, "segments") if apart else None
         self.is_spread = spread(self.meshes)  # several groups of several processes
-        self.runs: Counter[str] = Counter()  # of each device segment, since the start
+        self.runs: Counter[str] = Counter()  # runs of each device segment since the start
         self._batch_sharding = batch_sharding(mesh)
         self._shardings = dict(state_shardings)
         self._supervised = supervised
         self._group = group
         self._traced: set[str] = set()
-        self._compilers = Compilers()  # of `compile_ahead`
+        self._compilers = Compilers()  # threads of `compile_ahead`
         self._start: Start | None = None
         self._settings: dict[str, str] = {}  # what a segment is compiled with, see `CompileJob`
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
@@ -107,7 +107,7 @@ class Program:
         *,
         stay: bool = False,
     ) -> tuple[States, B, dict[str, Any]]:
-        """Run every segment once, or those given: new states, the full batch, metrics on device.
+        """Run every segment once, or `segments`: new states, the full batch, metrics on device.
 
         `context` is what host stages read, with the batch. The donated `states` must not be used
         again.
@@ -205,14 +205,14 @@ class Program:
             fields = {name: now.batch[name] for name in segment.reads}
             now.batch = now.batch.replace(**moves.to(self.mesh, fields))
         with now.timer(segment.name):
-            found = self._call_host(segment.stages[0], now, context)
+            metrics = self._call_host(segment.stages[0], now, context)
         now.wait()
-        now.metrics = joined(now.metrics, found)
+        now.metrics = joined(now.metrics, metrics)
 
     def _before(
         self, mesh: Mesh, segments: Sequence[Segment], now: Progress[Any], moves: Moves
     ) -> None:
-        """What must happen before the first of `segments` runs on `mesh`, where processes differ.
+        """Wait and move fields before the first of `segments` runs on `mesh`, if processes differ.
 
         All processes that hold a device must enter the programs of it in one order. So nothing
         else is in flight where a field or weights move. What later segments elsewhere read leaves
@@ -279,9 +279,9 @@ class Program:
         others follow with `compile_ahead`.
         """
         for segment in self.segments:
-            given, batch = batch, self._traced_batch(segment, states, batch)
+            before, batch = batch, self._traced_batch(segment, states, batch)
             if compiles_first and not segment.is_host and jax.process_count() == 1:
-                self._compilers.begin_first(self._job(segment, states, given))
+                self._compilers.begin_first(self._job(segment, states, before))
                 compiles_first = False
         return batch
 
@@ -293,7 +293,7 @@ class Program:
     def begin_stored(self, states: States, batch: Batch, start: Start) -> bool:
         """Begin to read the programs that an earlier `start` kept; False if it kept none.
 
-        `states` and `batch` are those of `trace`, which need not be called before: the first `run`
+        `states` and `batch` are as for `trace`, which need not be called before: the first `run`
         traces and compares. Without any, `start` keeps what `compile_ahead` compiles.
         """
         self._start = start
@@ -305,7 +305,7 @@ class Program:
     def compile_ahead(self, states: States, batch: Batch) -> None:
         """Begin to compile every device segment, side by side in threads; `run` finds the results.
 
-        `states` and `batch` are those of `trace`. Several processes compile together in `run`
+        `states` and `batch` are as for `trace`. Several processes compile together in `run`
         instead, as they wait for one another.
         """
         if jax.process_count() > 1 or self._compilers.reads_stored:
@@ -348,10 +348,10 @@ class Program:
     def lower_each(
         self, segment: Segment, states: States, batch: Batch
     ) -> Iterator[jax.stages.Lowered]:
-        """The programs that `run` dispatches for a device segment, lowered: those of a chain."""
+        """The lowered programs that `run` dispatches for a device segment, all of a chain."""
         arguments = self._arguments(segment, states, batch)
-        for program, given in job_of(self._compiled[segment.name], arguments).links:
-            yield program.lower(*given)
+        for program, inputs in job_of(self._compiled[segment.name], arguments).links:
+            yield program.lower(*inputs)
 
     def compiled(self, segment: Segment) -> jax.stages.Compiled | None:
         """The program that `run` has compiled, to look into; None on one device.
@@ -367,7 +367,7 @@ class Program:
         return ready if ready is not program else program.lower(*called).compile()
 
     def _ready(self, program: Any) -> Any:
-        """What to call for a segment's program. A chain waits for each of its own."""
+        """The function to call for a segment. A chain waits for each of its programs itself."""
         return program if isinstance(program, Chain) else self._compilers.ready(program)
 
     def _arguments(self, segment: Segment, states: States, batch: Batch) -> tuple[Any, ...]:
@@ -389,14 +389,14 @@ class Program:
         self, roles: Iterable[str], states: States, timer: Timer, metrics: dict[str, Any]
     ) -> States:
         """Up-to-date states of the followers among `roles` that `states` lacks."""
-        found: States = {}
+        weights: States = {}
         for name in sorted((set(roles) & self._followers.keys()) - states.keys()):
             follower = self._followers[name]
             with timer(follower.timing):
-                found[name], size = follower.follow(states[follower.source])
-                jax.block_until_ready(found[name])
+                weights[name], size = follower.follow(states[follower.source])
+                jax.block_until_ready(weights[name])
             metrics[f"perf/{name}_weights_gb"] = size / 1e9
-        return found
+        return weights
 
     def _feeds_host(self, segment: Segment) -> bool:
         after = self.segments[self.segments.index(segment) + 1 :]
@@ -431,8 +431,8 @@ class Program:
             options = None
         self._settings[segment.name] = setting_of(mesh, options)
         # Several processes compile a segment together.
-        alone = mesh.size == 1 and jax.process_count() == 1
-        if alone and (pieces := segment.stages[0].pieces()) is not None:
+        on_one = mesh.size == 1 and jax.process_count() == 1
+        if on_one and (pieces := segment.stages[0].pieces()) is not None:
             place, compilers = replicated(mesh), self._compilers
             return _chain_of(segment, pieces, place, out_shardings, options, compilers)
         return jax.jit(
@@ -444,7 +444,7 @@ class Program:
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """What decides which program an argument needs."""
+    """The properties of an argument that decide which program it needs."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
 
 
@@ -457,8 +457,8 @@ def _mean_over_hosts(metrics: dict[str, Any], num_rows: int) -> dict[str, Any]:
     everyone = gather_objects([num_rows, own], "host_metrics")
     means: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, one in everyone for name in one):
-        found = [(rows, one[name]) for rows, one in everyone if name in one]
-        means[name] = sum(n * value for n, value in found) / sum(n for n, _ in found)
+        parts = [(rows, one[name]) for rows, one in everyone if name in one]
+        means[name] = sum(n * value for n, value in parts) / sum(n for n, _ in parts)
     return means
 
 
@@ -488,7 +488,7 @@ def by_mesh(role_meshes: Mapping[str, Mesh]) -> Callable[[Stage], Any]:
 def _call(
     compiled: Any, arguments: tuple[Any, ...], segment: Segment, mesh: Mesh, now: Progress[Any]
 ) -> Results:
-    """What a thread does: dispatch a segment that was traced before, and wait for it."""
+    """Dispatch, in a thread, a segment that was traced before, and wait for it."""
     with transfer_guard(), segment_memory_guard(segment):
         results = call(compiled, arguments, mesh)
     return now.end(segment, results, mesh)
@@ -502,7 +502,7 @@ def _chain_of(
     compiler_options: dict[str, Any] | None,
     compilers: Compilers,
 ) -> Chain:
-    """`segment.iteration` as a chain; `pieces` are those of its first stage."""
+    """`segment.iteration` as a chain; its first stage is cut into `pieces`."""
     return Chain(
         segment.iteration,
         partial(segment.begin, pieces),

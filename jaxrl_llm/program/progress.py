@@ -1,4 +1,4 @@
-"""How far a step has come, and what is in flight on each mesh."""
+"""The progress of a step, and what is in flight on each mesh."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ Results = tuple[States, Any, Any]  # new states, fields, and metrics by stage
 
 
 class Progress(Generic[B]):
-    """How far a step has come: states, batch and metrics, and the segment in flight on each mesh.
+    """States, batch and metrics of a step so far, and the segment in flight on each mesh.
 
     What a segment gives is taken over when it is waited for, in an order that no clock decides.
     The clock of a segment stops when its results are there. On one mesh the caller waits for them.
@@ -82,14 +82,14 @@ def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, A
     return metrics
 
 
-def joined(metrics: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """`metrics` and those of a further stage. ValueError for a name that both have."""
-    if again := sorted(found.keys() & metrics.keys()):
+def joined(metrics: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` and `more`, of a further stage. ValueError for a name that both have."""
+    if again := sorted(more.keys() & metrics.keys()):
         raise ValueError(
             f"two stages report the metric {again[0]!r}, so one value would be lost; rename that "
             "of your stage or of your loss"
         )
-    return metrics | dict(found)
+    return metrics | dict(more)
 
 
 def segment_memory_guard(segment: Segment) -> AbstractContextManager[None]:

@@ -46,23 +46,23 @@ class Segment:
     @property
     def needs_less_memory(self) -> list[str]:
         """Settings with which it needs less memory, the cheapest first."""
-        found = []
+        settings = []
         if self.generates:
-            found += [
+            settings += [
                 "smaller config.rollout.cache_tokens or num_slots",
                 "config.rollout.quantization=float8 with algorithm.rollout_is=token",
             ]
         if self.updated:
-            found.append(
+            settings.append(
                 "remat=projections or full of that model (config.actor, config.critic, ...)"
             )
         if not all(stage.generates for stage in self.stages):
-            found.append(
+            settings.append(
                 "smaller micro_batch_tokens or micro_batch_size there, or in config.warmup"
             )
         if self.updated:
-            found.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
-        return [*found, MORE_DEVICES]
+            settings.append("optimizer.moment_dtype=bfloat16 or optimizer.offload=true there")
+        return [*settings, MORE_DEVICES]
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -91,15 +91,15 @@ class Segment:
         fields, metrics, states = dict(fields), {}, fixed | learning
         rows = jax.tree.leaves(fields)[0].shape[0]
         for number, stage in enumerate(self.stages):
-            given = {name: fields[name] for name in stage.reads}
+            inputs = {name: fields[name] for name in stage.reads}
             with jax.named_scope(stage.name):
                 state = stage.state_of(states)
                 if first is not None and number == 0:
-                    output = first(step, **given)
+                    output = first(step, **inputs)
                 elif stage.first_step == 1:
-                    output = stage(state, step, **given)
+                    output = stage(state, step, **inputs)
                 else:
-                    output = _from_its_first_step(stage, state, step, given)
+                    output = _from_its_first_step(stage, state, step, inputs)
             stage.check(output, rows)
             fields |= output.writes
             metrics[stage.name] = dict(output.metrics)
@@ -120,7 +120,7 @@ class Segment:
         fields: dict[str, Any],
         step: jax.Array,
     ) -> tuple[Any, Any, Any]:
-        """The first program of a chain; `pieces` are those of the first stage."""
+        """The first program of a chain; the first stage is cut into `pieces`."""
         stage = self.stages[0]
         with jax.named_scope(stage.name):
             return pieces.begin(stage.state_of(fixed | learning), step, **self._of_first(fields))
@@ -135,7 +135,7 @@ class Segment:
         step: jax.Array,
         *carried: Any,
     ) -> tuple[Any, Any]:
-        """A program in the middle of a chain; `carried` are what `Pieces` calls so."""
+        """A program in the middle of a chain; `carried` is as for `Pieces.go_on`."""
         stage = self.stages[0]
         with jax.named_scope(stage.name):
             state = stage.state_of(fixed | learning)
@@ -159,12 +159,12 @@ class Segment:
 
 
 def _from_its_first_step(stage: Stage, state: Any, step: jax.Array, fields: Any) -> StageOutput:
-    """An update that leaves its state alone, and measures zeros, before its first step."""
+    """An update that keeps its state, and measures zeros, before its first step."""
     assert stage.updates and not stage.writes, stage.name
 
     def update(own: Any) -> tuple[Any, dict[str, Any]]:
-        given = replace(state, own=own) if isinstance(state, Adapted) else own
-        output = stage(given, step, **fields)
+        whole = replace(state, own=own) if isinstance(state, Adapted) else own
+        output = stage(whole, step, **fields)
         return output.state, dict(output.metrics)
 
     own = own_of(state)

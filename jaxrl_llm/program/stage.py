@@ -16,14 +16,12 @@ from jaxrl_llm.types import ROLLOUT_AXES, Completion, Prompt
 
 HOST = "host"  # role of a stage that runs Python
 DEVICE = "device"  # role of a stage that is traced and needs no state
-# How the names of metrics begin that the trainer adds to those of the stages.
-TRAINER_METRICS = ("timing_s/", "perf/", "training/global_step", "training/epoch")
 States = dict[str, Any]  # what each role keeps between steps, by its name
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage returns: fields of the batch and metrics by name, and its role's new state."""
+    """The result of a stage: fields and metrics by name, and the new state of its role."""
 
     writes: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +38,7 @@ class Pieces(Protocol):
 
     @property
     def count(self) -> int:
-        """How often `go_on` is called."""
+        """The number of calls of `go_on`."""
         ...
 
     def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
@@ -54,7 +52,7 @@ class Pieces(Protocol):
         ...
 
     def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
-        """What the stage returns."""
+        """The result of the stage."""
         ...
 
 
@@ -78,7 +76,7 @@ class Stage:
     # The step of the run (1-based) with which it begins. An update that has not begun leaves the
     # state as it was, and reports nothing.
     first_step: int = 1
-    # Of a host stage: its metrics are of all processes already. Otherwise they count as means over
+    # The metrics of a host stage already cover all processes. Otherwise they count as means over
     # the rows of a process, and the mean over all rows is reported.
     gathers: bool = False
     generates: bool = False  # bound by memory: its time says nothing about the use of FLOPs
@@ -104,7 +102,7 @@ class Stage:
         return ()
 
     def state_of(self, states: States) -> Any:
-        """What the stage gets as its state."""
+        """The state that the stage gets."""
         return states.get(self.role)
 
     def pieces(self) -> Pieces | None:
@@ -115,16 +113,11 @@ class Stage:
         """Output shapes of a host stage for `rows` rows. Host stages are not traced."""
         return {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in self.writes}
 
-    def check(self, output: Any, rows: int) -> None:
-        """ValueError unless the output is what the stage says that it writes, with `rows` rows.
+    def check(self, output: StageOutput, rows: int) -> None:
+        """ValueError unless the output has the fields and the state that the stage declares.
 
-        A wrong shape could broadcast silently and change the result.
+        A wrong shape could broadcast silently and change the result. B is `rows`.
         """
-        if not isinstance(output, StageOutput):
-            raise ValueError(
-                f"stage {self.name!r} returned {type(output).__name__}, not a StageOutput: "
-                "StageOutput({field: array}, {metric: number})"
-            )
         if set(output.writes) != set(self.writes):
             raise ValueError(
                 f"stage {self.name!r} says that it writes {_shown(self.writes)} and returned "
@@ -136,62 +129,28 @@ class Stage:
                 f"{'a' if output.state is not None else 'no'} state"
             )
         for name, value in output.writes.items():
-            if not _is_real(value):
-                raise ValueError(
-                    f"stage {self.name!r} returned {name} as {_kind(value)}; return an array of "
-                    "real numbers"
-                )
-            axes = ROLLOUT_AXES.get(name)
-            shape = np.shape(value)
+            axes, shape = ROLLOUT_AXES.get(name), np.shape(value)
             if shape[:1] != (rows,) or (axes is not None and len(shape) != len(axes)):
                 wanted = f"[{', '.join(axes)}]" if axes else "[B, ...]"
                 raise ValueError(
                     f"stage {self.name!r} returned {name} of shape {shape}; it must be {wanted}, "
                     f"and B is {rows} samples"
                 )
-        for name, value in output.metrics.items():
-            if name.startswith(TRAINER_METRICS):
-                raise ValueError(
-                    f"stage {self.name!r} returned the metric {name!r}, and the trainer writes "
-                    f"those that begin with {', '.join(TRAINER_METRICS)}; rename it"
-                )
-            if not (isinstance(value, int | float) or _is_real(value)):
-                raise ValueError(
-                    f"stage {self.name!r} returned the metric {name!r} as {_kind(value)}; a metric "
-                    "is a number"
-                )
-            if not self.updates and np.shape(value):
-                raise ValueError(
-                    f"stage {self.name!r} returned the metric {name!r} of shape {np.shape(value)}; "
-                    "a metric is one number, such as the mean"
-                )
-
-
-def _is_real(value: Any) -> bool:
-    """Whether it is an array, or a trace of one, of floats, integers or bools."""
-    dtype = getattr(value, "dtype", None)
-    kinds = (jnp.floating, jnp.integer, jnp.bool_)
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
-
-
-def _kind(value: Any) -> str:
-    dtype = getattr(value, "dtype", None)
-    return type(value).__name__ if dtype is None else f"an array of {dtype}"
 
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What the host knows of one iteration. Host stages read it and write their results here."""
+    """The host's record of a step. Host stages read it and write their results here."""
 
-    prompts: dict[int, Prompt]  # by group: those of the rows that this process holds
+    prompts: dict[int, Prompt]  # prompts of the rows that this process holds, by group
     n: int  # samples a prompt
-    rows: HostRows  # of the batch
+    rows: HostRows  # rows of the batch here
     policy_version: int  # updates of the policy that generates, or begins to
-    # Of each owned row: the policy that sampled its last token, where that may be another.
+    # Policy that sampled the last token of each owned row, where it may be another.
     last_policy_versions: np.ndarray | None = None
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # one an owned row
-    reward: RewardResult | None = None  # of `completions`
+    reward: RewardResult | None = None  # scores of `completions`
 
     def prompts_of(self, rows: np.ndarray) -> list[Prompt]:
         """The prompts that these rows of the batch answer."""

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 PROGRAMS, STARTS = "programs", "starts"  # folders of a compile cache
 PACKAGES = ("jaxrl_llm", "jaxrl_llm.models")  # whose code decides programs
 DIGEST = 32  # bytes of a digest in front of an executable
-MOST_BYTES = 10 * 10**9  # of all executables, where jax has no limit for its own cache
+MOST_BYTES = 10 * 10**9  # bytes of all executables, where jax has no limit for its own cache
 # What was used or written in this time stays: a start reads its programs, or writes them.
 IN_USE_S = 3600.0
 
@@ -131,7 +131,7 @@ class StoredPrograms:
         limit = settings.jax_compilation_cache_max_size
         most, now = limit if limit > 0 else MOST_BYTES, time.time()
         kept, deleted = 0, False
-        for file, used, size in sorted(_files(self._folder), key=lambda found: -found[1]):
+        for file, used, size in sorted(_files(self._folder), key=lambda entry: -entry[1]):
             is_part, is_old = "." in file.name, now - used > IN_USE_S
             kept += size
             if is_old and (is_part or kept > most):
@@ -162,10 +162,10 @@ class Start:
     def names(self) -> list[str]:
         """The files of its programs, in their order; empty where it is not known."""
         try:
-            found = json.loads(self._file.read_bytes()) if self._file is not None else []
+            names = json.loads(self._file.read_bytes()) if self._file is not None else []
         except (OSError, ValueError):
             return []
-        return found if isinstance(found, list) and all(isinstance(x, str) for x in found) else []
+        return names if isinstance(names, list) and all(isinstance(x, str) for x in names) else []
 
     def write(self, names: Sequence[str]) -> None:
         """Keep the names. A folder that takes no files ends no run."""
@@ -190,7 +190,7 @@ def start_of(*known: Any) -> Start:
 
 
 def settings_of_jax() -> list[Any]:
-    """What decides how programs are lowered and compiled: options of jax and its environment."""
+    """Options of jax and its environment, which decide how programs are compiled."""
     read = {key: os.environ[key] for key in os.environ if key.startswith(("JAX_", "XLA_"))}
     options: dict[str, Any] = jax.config.values
     return [
@@ -242,8 +242,8 @@ def _files(folder: Path) -> Iterator[tuple[Path, float, int]]:
     with contextlib.suppress(OSError):
         for file in list(folder.iterdir()):
             with contextlib.suppress(OSError):
-                found = file.stat()
-                yield file, max(found.st_atime, found.st_mtime), found.st_size
+                status = file.stat()
+                yield file, max(status.st_atime, status.st_mtime), status.st_size
 
 
 def _note_use(file: Path) -> None:

@@ -158,12 +158,6 @@ def test_a_loss_reads_the_field_of_a_stage_of_the_users(own):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (('"weights"', '""'), "its name is ''; give it one of letters"),
-        (('"weights"', '"a b"'), "its name is 'a b'; give it one of letters"),
-        (('("length_weights",)', '"length_weights"'), "its writes is 'length_weights'; give a tup"),
-        (("step, *, mask", "step, mask"), "it takes 'mask' by position; put a "),
-        (("state, step, *, mask", "*, mask"), "takes no state and step; begin it with self, st"),
-        (('name = "weights"', 'title = "weights"'), "its name is None; give it one of letters"),
         (
             ('name = "weights"', 'name = "weights"\n    role = "hosts"'),
             "'weights' has the role 'hosts', and this run has device, host, .*you mean 'host'",

@@ -13,7 +13,7 @@ from tiny_iteration import PROMPTS, first_states, in_micro_batches, open_iterati
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config, LoraConfig
 from jaxrl_llm.learner.forward import response_logprobs
-from jaxrl_llm.learner.rows import rows_of
+from jaxrl_llm.learner.rows import SAMPLE_ROWS, rows_of
 from jaxrl_llm.plan.online_stages import OnlineStages
 
 
@@ -53,9 +53,7 @@ def test_it_is_the_step_with_a_pass_of_its_own(name, rows, monkeypatch):
     names, batch, metrics, role, before, after = step()
     assert "old_log_prob" not in names and batch.old_logprobs is None
 
-    fields = {
-        name: getattr(batch, name) for name in ("prompts", "prompt_lengths", "responses", "mask")
-    }
+    fields = {name: getattr(batch, name) for name in SAMPLE_ROWS}
     logprobs, entropy = compiled(
         partial(response_logprobs, spec=role.spec, settings=role.forward, with_entropy=True),
         before,
@@ -101,8 +99,7 @@ def test_quantiles_of_the_ratio_are_those_of_all_tokens_of_both_epochs(rows):
     role, before, after, batch, single_metrics = step(config)
     assert not [name for name in single_metrics if "ratio_p" in name]
     *_, metrics = step(two_epochs)
-    names = ("prompts", "prompt_lengths", "responses", "mask")
-    rows_in = rows_of({name: getattr(batch, name) for name in names})
+    rows_in = rows_of({name: getattr(batch, name) for name in SAMPLE_ROWS})
     old, new = (
         np.array(response_logprobs(params, rows_in, spec=role.spec, settings=role.forward)[0])
         for params in (before, after)

@@ -132,6 +132,7 @@ def test_flops_by_hand():
     assert forward_flops(tiny, (5, 3)) - forward_flops(tiny, (5, 3), "scalar") == head
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_hybrid_has_attention_and_goes_token_by_token():
     """Two of its layers would have none; the loop equals the rule by chunks."""
     delta = dataclasses.replace(HYBRID_EXPERTS.delta, period=4)

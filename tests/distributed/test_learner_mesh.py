@@ -224,6 +224,7 @@ def test_iteration_fsdp_4_tensor_2():
     check_iteration(MESHES[1], row_tokens=24)
 
 
+@pytest.mark.ci
 def test_iteration_data_2_fsdp_2_tensor_2():
     check_iteration(MESHES[2])
 

@@ -71,13 +71,7 @@ def place(layout, params, tokens, lengths, ids, key, *, spec=SPEC):
     ("model", "sizes"),
     [
         ({}, {"fsdp": 4, "tensor": 2}),
-        # Experts of gpt-oss have this mesh too, below.
-        pytest.param(
-            EXPERTS | {"num_hidden_layers": 1},
-            {"fsdp": 2, "expert": 2, "tensor": 2},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(GPT_OSS, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.ci),
+        pytest.param(GPT_OSS, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"fsdp": 4, "expert": 2}, marks=pytest.mark.slow),
         pytest.param(QWEN3_NEXT, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.ci),
@@ -85,7 +79,6 @@ def place(layout, params, tokens, lengths, ids, key, *, spec=SPEC):
     ],
     ids=[
         "dense",
-        "layer of experts",
         "gpt_oss",
         "experts",
         "whole heads",

@@ -69,7 +69,7 @@ def check_learning(sizes, row_tokens=0):
             close(one, other, role)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ppo_on_fsdp_2_sequence_2_tensor_2():
     check_learning(WITH_ALL, row_tokens=25)
 
@@ -114,7 +114,11 @@ def test_no_device_keeps_the_tokens_of_others_between_layers():
         assert not [shape for shape in shapes if re.search(r"\b(20|40),32$", shape)]
 
 
-@pytest.mark.parametrize("sizes", [WITH_ALL, {"fsdp": 4, "tensor": 2}], ids=["all", "no-sequence"])
+@pytest.mark.parametrize(
+    "sizes",
+    [WITH_ALL, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow)],
+    ids=["all", "no-sequence"],
+)
 def test_tensor_gathers_activations_and_no_weights(sizes):
     mesh = make_mesh(**sizes)
     program = lowered_update(mesh, row_tokens=40, scan_layers=True).compile()

@@ -255,6 +255,7 @@ def test_a_step_is_one_cuda_graph(program, dump, case):
     assert loops == 1 + len(case.tails)
 
 
+@pytest.mark.slow
 def test_a_step_joins_no_weights_where_adapters_are_computed_apart():
     """XLA would write the kernels of gate and up into one array in every step: 55 MB a layer."""
     projections = ("q", "k", "v", "o")
@@ -300,10 +301,8 @@ def test_memory(program, case):
     assert memory.temp_size_in_bytes < 1.15 * (caches + 2 * logits + merged) + 2**28
 
 
-@pytest.mark.parametrize(
-    ("stops", "sizes"),
-    [pytest.param((), (1, 4, 1), marks=pytest.mark.slow), ((151645,), (1, 2, 2))],
-)
+@pytest.mark.slow  # an update on four cards is compiled in test_training_compiles.py
+@pytest.mark.parametrize(("stops", "sizes"), [((), (1, 4, 1)), ((151645,), (1, 2, 2))])
 def test_several_cards(stops, sizes):
     """The layout switch and the loops of the replicas, with whole heads and with heads that two
     cards share; stop ids or none."""
@@ -386,6 +385,7 @@ def test_float8(samples, monkeypatch):
     assert triton.count(("bf16", "bf16")) + text.count('"__cublas$lt$matmul"') == 1
 
 
+@pytest.mark.slow  # test_float8 has the products of a dense rollout
 def test_a_decode_step_reads_experts_in_float8_as_they_are(monkeypatch):
     """The grouped matmuls take them; no step writes them in bf16."""
     for module in ("kernels.float8", "kernels.grouped_matmul", "models.expert_rows"):

@@ -290,13 +290,6 @@ def test_shared_prompts_equal_float64_with_nan_past_every_length(
     assert_close(case.run(schedule=case.schedule(num_splits)), case.answer())
 
 
-@pytest.mark.slow  # a split slot of a shared prompt is in test_a_program_goes_through_several_units
-def test_shared_prompts_and_split_own_rows_equal_float64():
-    """Only the first part of a slot's own row takes the prompt in; others may be without blocks."""
-    case = SHARED["ragged"]
-    assert_close(case.run(schedule=case.schedule(2, num_splits=3)), case.answer())
-
-
 @pytest.mark.parametrize(
     ("slots_per_prompt", "cache_dtype"),
     [
@@ -435,14 +428,6 @@ def test_blocks_at_head_dim_64(shared: bool):
     assert_close(case.run(tuning=tuning, schedule=schedule), case.answer())
 
 
-@pytest.mark.slow  # so it does in test_no_race_between_loads_and_reads, over fewer blocks
-def test_more_blocks_than_stages():
-    """The ring wraps several times, over both parts."""
-    case = Case([0], [250], [300], P=256, R=320, page=64)
-    tuning = DecodeTuning(stages=2)
-    assert_close(case.run(tuning=tuning), case.answer())
-
-
 @pytest.mark.parametrize(
     ("num_splits", "cache_dtype"),
     [
@@ -491,12 +476,6 @@ def test_float8_cache_equals_float64_with_nan_past_every_length(
     few_ctas(monkeypatch)
     case = Case([1, 0, 1], [70, 0, 128], [1, 0, 150], H=H, window=190, **FLOAT8)
     assert_close(case.run(num_splits=num_splits), case.answer())
-
-
-@pytest.mark.slow  # so they are in test_a_cta_goes_through_several_tile_jobs
-def test_float8_shared_prompts():
-    case = Case([0, 1, 0], [128, 70, 128], [1, 0, 77], **FLOAT8)
-    assert_close(case.run(schedule=case.schedule(2)), case.answer())
 
 
 def test_float8_reference_and_xla():

@@ -1,4 +1,4 @@
-"""What a conversion did, key by key, for a person."""
+"""The account of a conversion, key by key, for a person."""
 
 from collections import defaultdict
 from typing import Any
@@ -23,7 +23,7 @@ def lines(conversion: Conversion) -> list[str]:
 
 
 def summary(conversion: Conversion) -> str:
-    """How many keys became what."""
+    """Count the keys by what they became."""
     translated, unneeded = len(conversion.of_kind(Ours)), len(conversion.of_kind(NotNeeded))
     open_keys = len(conversion.of_kind(NoCounterpart))
     return (

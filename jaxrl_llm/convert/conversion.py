@@ -32,7 +32,7 @@ class Dialect:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A key that was given, and what became of it."""
+    """A key of the command line, and its answer."""
 
     key: str
     value: Any
@@ -65,7 +65,7 @@ class Conversion:
 
 
 def is_in(name: str, key: str) -> bool:
-    """Whether a dotted key is another one, or below it."""
+    """True if a dotted key is another one, or below it."""
     return bool(key) and f"{name}.".startswith(f"{key}.")
 
 
@@ -101,7 +101,7 @@ def convert(source: Source, dialect: Dialect) -> Conversion:
 
 
 def answer(key: str, value: Any, source: Source, dialect: Dialect) -> Answer:
-    """What a key of another library becomes here. Raises: ConfigError for its value."""
+    """Translate a key of another library. Raises: ConfigError for its value."""
     rule = rule_of(key, dialect.table)
     if rule is None:
         return NoCounterpart(f"not known here{_nearest_key(key, dialect.table)}")
@@ -205,7 +205,7 @@ def _defaults_of(kind: Any) -> dict[str, Any]:
 
 
 def _check(config: Config) -> list[str]:
-    """Faults that the files of another machine would mend. Raises: ConfigError for any other."""
+    """Faults that another machine may not have. Raises: ConfigError for any other fault."""
     if not (config.data.train_files or config.data.dataset_class):  # a note says so
         config = replace(config, data=replace(config.data, train_tasks=(ChainSum(),)))
     for fault in faults(config, [rule for rule in RULES if rule not in OF_THIS_MACHINE]):

@@ -1,4 +1,4 @@
-"""What a key of another library is here: some keys of ours, not needed, or without counterpart.
+"""Answers for a key of another library: keys of ours, not needed, or without counterpart.
 
 A table maps keys to rules. A rule is the name of our key, which then has the same value, or one of
 the answers below. It may also be a function of the value and the whole source that gives such an
@@ -50,7 +50,7 @@ class Source:
     settings: Mapping[str, Any]
     defaults: Mapping[str, Any]
     devices: int
-    rows: int = 0  # of the training data; 0 is not known
+    rows: int = 0  # rows of the training data; 0 is not known
     trainer: str = ""  # the command of the library, such as grpo
 
     def get(self, *keys: str) -> Any:
@@ -128,6 +128,35 @@ def not_null(remedy: str) -> Rule:
         return NotNeeded("it is off") if empty else NoCounterpart(remedy)
 
     return rule
+
+
+def schedule(key: str) -> Rule:
+    """The schedule after the warm-up."""
+
+    def rule(value: Any, source: Source) -> Answer:
+        name = str(value).removesuffix("_with_warmup")
+        if value is None:
+            return NotNeeded("null is the default")
+        if name in ("constant", "linear", "cosine"):
+            return Ours({key: name})
+        return NoCounterpart("constant, linear and cosine are the schedules")
+
+    return rule
+
+
+def trackers(value: Any, source: Source) -> Answer:
+    """Trackers that are packaged here."""
+    names = {str(name).lower() for name in many(value)}
+    known = [name for name in ("wandb", "mlflow", "trackio") if name in names]
+    others = names - {*known, "console", "tensorboard", "file", "none", "all"}
+    if others:
+        return NoCounterpart(f"write a tracker for {', '.join(sorted(others))}: docs/trackers.md")
+    return Ours({"log.trackers": known}, "console and TensorBoard are always there")
+
+
+def top_k(value: Any, source: Source) -> Answer:
+    """Top-k sampling; -1 is off there, 0 here."""
+    return Ours({"rollout.top_k": max(int(value or 0), 0)})
 
 
 def many(value: Any) -> tuple[Any, ...]:

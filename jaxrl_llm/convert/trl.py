@@ -1,4 +1,4 @@
-"""TRL's trainers: the whole config, from values of keys and what takes several of them."""
+"""TRL's trainers: the values of our keys that take several of TRL's."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 """TRL's keys, its defaults, and what each key is here.
 
-Keys and defaults are those of TRL 1.10, with `transformers.TrainingArguments`.
+The keys and defaults of TRL 1.10, with `transformers.TrainingArguments`.
 """
 
 from pathlib import Path
@@ -20,6 +20,9 @@ from jaxrl_llm.convert.rules import (
     only,
     part_of,
     path_at,
+    schedule,
+    top_k,
+    trackers,
 )
 
 TRAINERS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "ppo")
@@ -92,7 +95,7 @@ LAYOUT = NotNeeded("`mesh.fsdp` splits weights and optimizer state")
 NO_BITS = NoCounterpart("frozen weights have 8 or 16 bits: actor.base_dtype=float8")
 UPLOAD = not_null("`jaxrl export` writes the folder; upload it")
 SHOWN = NotNeeded("samples are always in the console, the report and the trace")
-SMALLEST = 1e-9  # of an importance weight, in place of no bound
+SMALLEST = 1e-9  # bound of an importance weight, in place of none
 READING = NotNeeded("rows are read as they are needed")
 PADDING = NotNeeded("`actor.micro_batch_tokens` packs without padding")
 TOKENIZER = NoCounterpart("write it into the tokenizer's folder")
@@ -141,28 +144,12 @@ def _targets(value: Any, source: Source) -> Answer:
     return Ours({"actor.lora.targets": names})
 
 
-def _schedule(value: Any, source: Source) -> Answer:
-    name = str(value).removesuffix("_with_warmup")
-    if name in ("linear", "cosine", "constant"):
-        return Ours({"actor.optimizer.schedule": name})
-    return NoCounterpart("constant, linear and cosine are the schedules")
-
-
 def _optimizer(value: Any, source: Source) -> Answer:
     if str(value).startswith(("adamw_torch", "adamw_hf", "adamw_apex")):
         return NotNeeded("AdamW is the optimizer")
     if "8bit" in str(value):
         return Ours({"actor.optimizer.moment_dtype": "bfloat16"}, "16 bits, not 8")
     return NoCounterpart("AdamW is the only optimizer")
-
-
-def _trackers(value: Any, source: Source) -> Answer:
-    names = [str(name) for name in many(value)]
-    known = [name for name in names if name in ("wandb", "mlflow", "trackio")]
-    others = set(names) - set(known) - {"none", "None", "all", "tensorboard"}
-    if others:
-        return NoCounterpart(f"write a tracker for {', '.join(sorted(others))}: docs/trackers.md")
-    return Ours({"log.trackers": known}, "TensorBoard is always there")
 
 
 def _resume(value: Any, source: Source) -> Answer:
@@ -259,7 +246,7 @@ LEARNING: dict[str, Rule] = {
     "num_train_epochs": _epochs,
     "max_steps": part_of("total_steps"),
     "learning_rate": "actor.optimizer.learning_rate",
-    "lr_scheduler_type": _schedule,
+    "lr_scheduler_type": schedule("actor.optimizer.schedule"),
     "lr_scheduler_kwargs": not_null("`optimizer.min_learning_rate_ratio` is the one setting"),
     "warmup_steps": part_of("actor.optimizer.warmup_steps"),
     "warmup_ratio": part_of("actor.optimizer.warmup_steps"),
@@ -304,7 +291,7 @@ OUTPUT: dict[str, Rule] = {
     "logging_first_step": NotNeeded("the first step is always shown"),
     "logging_strategy": NotNeeded("every step is logged"),
     "logging_dir": NotNeeded("logs are in the run's folder"),
-    "report_to": _trackers,
+    "report_to": trackers,
     "save_strategy": part_of("save_every"),
     "save_steps": part_of("save_every"),
     "save_total_limit": "checkpoint.keep_latest",
@@ -397,7 +384,7 @@ GENERATION: dict[str, Rule] = {
     "num_generations_eval": "validation.n",
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
-    "top_k": lambda value, source: Ours({"rollout.top_k": max(int(value or 0), 0)}),
+    "top_k": top_k,
     "min_p": lambda value, source: Ours({"rollout.min_p": float(value or 0.0)}),
     "repetition_penalty": only(1.0, "1 is off", "sampling has temperature, top_k, top_p, min_p"),
     "generation_kwargs": not_null("sampling has temperature, top_k, top_p, min_p"),

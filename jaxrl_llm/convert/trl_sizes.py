@@ -62,7 +62,7 @@ def _set_groups(source: Source, values: dict[str, Any], notes: list[str]) -> int
 
 
 def _generated(source: Source, step: int) -> int:
-    """Completions of a generation: by default those of an optimizer step; never fewer here."""
+    """Completions of a generation. The default is an optimizer step's; ours are never fewer."""
     if source.get("generation_batch_size") is not None:
         return max(source.count("generation_batch_size"), step)
     each = source.count("per_device_train_batch_size") * source.devices

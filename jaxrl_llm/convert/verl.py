@@ -1,6 +1,6 @@
 """verl's RL trainer, `verl.trainer.main_ppo`: what each of its keys is here.
 
-Keys and defaults are those of verl 0.8 to 0.10.
+The keys and defaults of verl 0.8 to 0.10.
 """
 
 from typing import Any
@@ -19,6 +19,9 @@ from jaxrl_llm.convert.rules import (
     only,
     part_of,
     path_at,
+    schedule,
+    top_k,
+    trackers,
 )
 from jaxrl_llm.convert.verl_rewards import set_rewards
 from jaxrl_llm.convert.verl_sizes import (
@@ -72,11 +75,8 @@ from jaxrl_llm.convert.verl_values import (
     recompute,
     resume,
     samples_cut,
-    schedule,
     threshold,
-    top_k,
     total_epochs,
-    trackers,
     val_top_k,
 )
 
@@ -127,9 +127,9 @@ def optimizer_keys(theirs: str, role: str) -> dict[str, Rule]:
         f"{theirs}.optim.betas": betas(role),
         f"{theirs}.optim.clip_grad": f"{ours}.max_grad_norm",
         f"{theirs}.grad_clip": f"{ours}.max_grad_norm",
-        f"{theirs}.optim.lr_scheduler_type": schedule(role),
-        f"{theirs}.optim.warmup_style": schedule(role),
-        f"{theirs}.optim.lr_decay_style": schedule(role),
+        f"{theirs}.optim.lr_scheduler_type": schedule(f"{ours}.schedule"),
+        f"{theirs}.optim.warmup_style": schedule(f"{ours}.schedule"),
+        f"{theirs}.optim.lr_decay_style": schedule(f"{ours}.schedule"),
         f"{theirs}.optim.min_lr_ratio": f"{ours}.min_learning_rate_ratio",
         f"{theirs}.optim.min_lr": min_learning_rate(role, theirs),
         f"{theirs}.optim.optimizer": optimizer_kind,
@@ -141,7 +141,7 @@ def optimizer_keys(theirs: str, role: str) -> dict[str, Rule]:
 
 
 def _learner(theirs: str, role: str, fsdp: str) -> dict[str, Rule]:
-    """What the actor and the critic have both."""
+    """Keys that the actor and the critic share."""
     megatron = f"{theirs}.megatron"
     return {
         **optimizer_keys(theirs, role),

@@ -45,7 +45,7 @@ def convert_verl(words: Sequence[str], *, rows: int = 0, devices: int = 0) -> Co
 
 
 def counterpart(key: str, text: str) -> str:
-    """What a key of verl is here, as a sentence; empty where verl has no such key."""
+    """Name the key of ours that a key of verl is, in a sentence; empty for an unknown key."""
     if rule_of(key, VERL.table) is None:
         return ""
     with suppress(ConfigError):  # the value may be wrong

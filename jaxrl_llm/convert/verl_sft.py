@@ -1,6 +1,6 @@
 """verl's supervised trainer, `verl.trainer.sft_trainer`: what each of its keys is here.
 
-Keys are those of verl 0.8 to 0.10, the older `fsdp_sft_trainer` included.
+The keys of verl 0.8 to 0.10, with the older `fsdp_sft_trainer`.
 """
 
 from typing import Any

@@ -127,5 +127,5 @@ def _is_dynamic(source: Source, theirs: str) -> bool:
 
 
 def has_critic(source: Source) -> bool:
-    """Whether verl makes a critic for the run."""
+    """True if verl makes a critic for the run."""
     return source.get("algorithm.adv_estimator") == "gae"

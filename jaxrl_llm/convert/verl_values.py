@@ -1,4 +1,4 @@
-"""Single keys of verl: the rules of those whose value changes, and the answers that many share."""
+"""Single keys of verl: rules that change a value, and answers that many keys share."""
 
 from pathlib import Path
 from typing import Any
@@ -122,19 +122,6 @@ def betas(role: str) -> Rule:
     return rule
 
 
-def schedule(role: str) -> Rule:
-    """The schedule after the warm-up."""
-
-    def rule(value: Any, source: Source) -> Answer:
-        if value is None:
-            return NotNeeded("null is the default")
-        if value in ("constant", "linear", "cosine"):
-            return Ours({f"{role}.optimizer.schedule": value})
-        return NoCounterpart("constant, linear and cosine are the schedules")
-
-    return rule
-
-
 def dtype_at(key: str) -> Rule:
     """A type of computation, by any of its names."""
     names = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}
@@ -149,7 +136,7 @@ def dtype_at(key: str) -> Rule:
 
 
 def offload(role: str) -> Rule:
-    """Whether the optimizer's state is in CPU memory."""
+    """Keep the optimizer's state in CPU memory."""
     return lambda value, source: Ours({f"{role}.optimizer.offload": bool(value)})
 
 
@@ -177,11 +164,6 @@ def adapter_rank(value: Any, source: Source) -> Answer:
     return Ours({"actor.lora.rank": value})
 
 
-def top_k(value: Any, source: Source) -> Answer:
-    """Top-k sampling; -1 is off in verl, 0 here."""
-    return Ours({"rollout.top_k": max(int(value or 0), 0)})
-
-
 def val_top_k(value: Any, source: Source) -> Answer:
     """Top-k sampling of validation, which is missing here."""
     if value in (-1, 0, None):
@@ -190,7 +172,7 @@ def val_top_k(value: Any, source: Source) -> Answer:
 
 
 def generated_length(key: str) -> Rule:
-    """A length of the engine, which has to be that of the data."""
+    """A length of the engine, which must equal the data's."""
 
     def rule(value: Any, source: Source) -> Answer:
         if value == source.get(key):
@@ -210,7 +192,7 @@ def quantization(value: Any, source: Source) -> Answer:
 
 
 def aggregation(value: Any, source: Source) -> Answer:
-    """How a loss is aggregated, where the loss does not say it itself."""
+    """The aggregation of a loss that does not fix it itself."""
     loss = source.get(f"{ACTOR}.policy_loss.loss_mode")
     if loss in ("gspo", "sapo", "geo_mean"):
         return NotNeeded(f"{loss} is a mean over responses, in verl too")
@@ -218,7 +200,7 @@ def aggregation(value: Any, source: Source) -> Answer:
 
 
 def filter_metric(value: Any, source: Source) -> Answer:
-    """What must vary in a group."""
+    """The metric that must vary in a group."""
     return Ours({"rollout.filter_groups.metric": "score"}, "the score of a sample")
 
 
@@ -250,7 +232,7 @@ def clip(end: str) -> Rule:
 
 
 def learns_without_ratio(source: Source) -> bool:
-    """Whether rollout correction replaces the loss by that of REINFORCE."""
+    """True if rollout correction replaces the loss by REINFORCE's."""
     folder = "algorithm.rollout_correction."
     loss = source.get(f"{folder}loss_type")
     return bool(source.get(f"{folder}bypass_mode")) and loss == "reinforce"
@@ -275,18 +257,8 @@ def importance(key: str) -> Rule:
     return rule
 
 
-def trackers(value: Any, source: Source) -> Answer:
-    """Trackers that are packaged here."""
-    names = [str(name) for name in many(value)]
-    known = [name for name in names if name in ("wandb", "mlflow", "trackio")]
-    others = set(names) - set(known) - {"console", "tensorboard", "file"}
-    if others:
-        return NoCounterpart(f"write a tracker for {', '.join(sorted(others))}: docs/trackers.md")
-    return Ours({"log.trackers": known}, "console and TensorBoard are always there")
-
-
 def resume(value: Any, source: Source) -> Answer:
-    """How a run begins."""
+    """The start of a run."""
     if value == "resume_path":
         return FOREIGN
     return Ours({"resume": "never" if value == "disable" else "auto"})

@@ -1,4 +1,4 @@
-"""How a command line is read: flags, and a config with overrides. Imports no jax."""
+"""Reads command lines: flags, and a config with overrides. Imports no jax."""
 
 import argparse
 import inspect

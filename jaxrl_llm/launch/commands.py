@@ -261,7 +261,7 @@ def doctor(argv: list[str]) -> int:
 def plan(argv: list[str]) -> int:
     """Predict memory and time of a step."""
     flags = flags_of.PLAN.read(argv)
-    # No data are read, so those of the config need not be here.
+    # No data are read, so the files of the config need not be here.
     unread = [("data.train_files", "[]"), ("data.val_files", "[]")]
     unread += [("data.train_tasks", "[chain_sum]")]
     config = load_config(flags.config, [*flags.overrides, *unread])
@@ -326,7 +326,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 
 
 def command_of(name: str) -> Callable[[list[str]], int]:
-    """The command with a name, or what --help and --version do."""
+    """The command with a name; --help and --version count as commands."""
     others = {"--help": _show_commands, "-h": _show_commands, "--version": _show_versions}
     if command := (COMMANDS | others).get(name):
         return command
@@ -355,7 +355,7 @@ def _show_versions(argv: list[str]) -> int:
 
 
 def versions(*, devices: bool = False) -> list[str]:
-    """Versions of what a run depends on; with `devices` also those that jax sees, which is slow."""
+    """Versions of the packages of a run; with `devices` also the devices of jax, which is slow."""
     import jaxrl_llm
 
     lines = [f"jaxrl_llm {jaxrl_llm.__version__}", f"python {platform.python_version()}"]

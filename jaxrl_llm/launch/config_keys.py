@@ -88,8 +88,8 @@ def keys_of(
 ) -> list[Key]:
     """The keys of a record and of the records in it, in order.
 
-    Defaults are those of `instance`, where the record that holds it changes some. A key without a
-    comment has that of the nearest base class, or `about`: that of the field with the record.
+    Defaults come from `instance`, where the record that holds it changes some. A key without a
+    comment takes the comment of the nearest base class, or `about`, the comment of its record.
     """
     keys: list[Key] = []
     written = [comments(base) for base in cls.__mro__ if issubclass(base, Record)]

@@ -1,4 +1,4 @@
-"""`jaxrl doctor`: what this machine and its links do, and what they should do.
+"""`jaxrl doctor`: measured rates of this machine and its links, with the data sheet.
 
 Every process measures its own devices, folder and memory. Process 0 prints the table of all.
 """
@@ -27,10 +27,10 @@ from jaxrl_llm.launch.host_memory import host_memory
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
 DRIVER_S = 30.0  # until nvidia-smi answers
-FILE_BYTES = 2**27  # of the file that tests a disk
+FILE_BYTES = 2**27  # size of the file that tests a disk
 LEAST_FREE_BYTES = 10e9  # two checkpoints of a 0.1B model, with room for traces
 LEAST_MEMORY_BYTES = 8e9
-LINK_SHARE = 0.4  # of the data sheet, that a healthy link reaches
+LINK_SHARE = 0.4  # fraction of the data sheet that a healthy link reaches
 # The same for short messages and for pairs of processes: two H100 with NVLink reach 0.38.
 SHORT_SHARE = 0.25
 MOST_PAIRED = 8  # processes; of more, each is measured with its neighbours only
@@ -48,7 +48,7 @@ class Finding:
     where: str
     value: float
     unit: str
-    expected: float | None  # of the data sheet; None where there is none
+    expected: float | None  # rate of the data sheet; None without one
     least: float | None  # a lower value is slow
     remedy: str
 
@@ -218,9 +218,9 @@ def _link(where: str, device: Device, value: float, kind: str) -> Finding:
 
 
 def rounds(processes: int, *, ring: bool) -> list[list[tuple[int, int]]]:
-    """Pairs of processes to measure; those of a round have no process in common.
+    """Pairs of processes to measure, in rounds. No process is twice in a round.
 
-    All pairs, or with `ring` those of neighbours. The lower number stands first.
+    All pairs, or with `ring` pairs of neighbours. The lower number stands first.
     """
     if ring:
         links = [(n, n + 1) for n in range(processes - 1)]
@@ -302,7 +302,7 @@ def disk_rates(folder: Path) -> tuple[float, float]:
 
 
 def locks_work(folder: Path) -> bool:
-    """Whether a second lock of a locked file in `folder` is refused."""
+    """True if a second lock of a locked file in `folder` is refused."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
         with open(file.name, "r+") as second:
             return _lock(file) and not _lock(second)

@@ -1,4 +1,4 @@
-"""What a run would do: planned on this machine, with its data read, and nothing computed."""
+"""A dry run: plans the run on this machine, reads its data, and computes nothing."""
 
 from collections import Counter
 from contextlib import ExitStack

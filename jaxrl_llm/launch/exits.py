@@ -1,4 +1,4 @@
-"""What an error of a command becomes: one message and an exit code, or its traceback."""
+"""Ends a command after an error: with one message and an exit code, or with a traceback."""
 
 import linecache
 import os
@@ -44,10 +44,10 @@ def exit_with(error: BaseException, arguments: Sequence[str]) -> None:
 
 
 def is_for_user(error: ValueError) -> bool:
-    """Whether the message alone tells the user what to do, without a traceback.
+    """True if the message alone tells the user what to do, without a traceback.
 
-    True for a ConfigError, and for a ValueError from a `raise` statement of this package, because
-    these name the remedy. False for one that numpy or jax raised.
+    That holds for a ConfigError, and for a ValueError from a `raise` statement of this package:
+    these name the remedy. It does not hold for one that numpy or jax raised.
     """
     if isinstance(error, ConfigError):
         return True
@@ -62,7 +62,7 @@ def is_for_user(error: ValueError) -> bool:
 
 
 def _message(error: ValueError, arguments: Sequence[str]) -> str:
-    """The message; of a key that is unknown here and known to verl, also what it is here."""
+    """The message. For a key of verl it also names our key."""
     if not isinstance(error, UnknownKeyError):
         return str(error)
     from jaxrl_llm.convert.verl_command import CONVERTS, counterpart
@@ -91,13 +91,13 @@ def _end_together(code: int) -> NoReturn:
 
 
 def _is_one_of_several() -> bool:
-    """Whether jax waits at the exit for other processes, and these for this one."""
+    """True if jax waits at the exit for other processes, and these for this one."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def _compiles() -> bool:
-    """Whether Python would wait at the exit for programs, up to minutes."""
+    """True if Python would wait at the exit for programs, up to minutes."""
     ahead = sys.modules.get("jaxrl_llm.program.ahead")
     return ahead is not None and ahead.compiles_ahead()
 

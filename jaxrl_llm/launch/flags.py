@@ -1,4 +1,4 @@
-"""The flags of each command, with what `--help` says of them. They stand here and nowhere else."""
+"""The flags of each command, with their help. A flag stands here and nowhere else."""
 
 from pathlib import Path
 

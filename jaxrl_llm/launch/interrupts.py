@@ -21,7 +21,7 @@ _is_command = False
 
 @contextmanager
 def command() -> Iterator[None]:
-    """The process is a command's: inside of it, Ctrl-C in `imports` ends the process."""
+    """Marks the process of a command: inside the block, Ctrl-C in `imports` ends it."""
     global _is_command
     before, _is_command = _is_command, True
     try:

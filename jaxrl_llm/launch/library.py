@@ -1,4 +1,4 @@
-"""The library: what `import jaxrl_llm as rl` offers, and what the commands call.
+"""The library: the functions of `import jaxrl_llm as rl`, which the commands call too.
 
 Each function prepares the process for jax, which is imported when the first of them is called.
 """

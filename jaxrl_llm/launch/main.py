@@ -1,4 +1,4 @@
-"""Where a command begins, before anything large is imported."""
+"""Begins a command, before anything large is imported."""
 
 import os
 import sys

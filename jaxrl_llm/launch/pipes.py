@@ -1,4 +1,4 @@
-"""Output into a pipe whose reader ends, as that of `head` does."""
+"""Output into a pipe whose reader has ended, as `head` does."""
 
 import io
 import os
@@ -13,7 +13,7 @@ OUTPUTS = (1, 2)  # stdout and stderr
 
 
 def broken() -> list[int]:
-    """Those of stdout and stderr that are pipes which nobody reads any more."""
+    """Descriptors of stdout and stderr whose pipes have no reader any more."""
     poll = select.poll()
     for descriptor in OUTPUTS:
         poll.register(descriptor, 0)

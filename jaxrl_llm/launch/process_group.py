@@ -135,7 +135,7 @@ def run_again(start: Start, restarts: int) -> int:
 
 
 def _failures_in_a_row(failed_after: Sequence[int | None]) -> int:
-    """How many of the last failures came after the same step as the very last one."""
+    """Count the last failures in a row that came after the same step."""
     others = (n for n, step in enumerate(reversed(failed_after)) if step != failed_after[-1])
     return next(others, len(failed_after))
 

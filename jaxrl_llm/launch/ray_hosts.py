@@ -41,7 +41,7 @@ PASSED = ("JAX", "XLA_", "NCCL_", "HF_", "TF_CPP_")
 _OF_RAY = "OMP_NUM_THREADS"
 
 PLACE_S = 60.0  # until the hosts are free, and until they answer
-REPLACE_S = 600.0  # the same before a restart: another host may take the place of a lost one
+REPLACE_S = 600.0  # wait before a restart: another host may take the place of a lost one
 RETRY_S = 2.0
 LINES_WAIT_S = 1.0
 MOST_LINES = 1000  # in one message
@@ -202,7 +202,7 @@ class RayHosts:
         return ray.remote(Host).options(max_concurrency=4, **options).remote()
 
     def _environment(self, coordinator: str) -> dict[str, str]:
-        """What the processes get in addition to the environment of Ray on their hosts."""
+        """Variables of the processes, in addition to Ray's environment on their hosts."""
         variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
         if not self.gpus:
             variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}

@@ -1,4 +1,4 @@
-"""What a run needs around it: devices, processes, the compile cache.
+"""Prepares a process for a run: devices, other processes, the compile cache.
 
 Functions import jax only where they need it, so a mistake in the arguments is reported at once.
 """
@@ -152,7 +152,7 @@ def _cache_short_programs() -> None:
 
 
 def devices_are_used() -> bool:
-    """Whether this process has touched jax's devices, so that settings of them come too late."""
+    """True if this process has touched jax's devices, so that settings of them come too late."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()
 
@@ -289,7 +289,7 @@ def _gpus_of_job(environment: Mapping[str, str]) -> int:
 
 
 def _tasks_on_this_node(environment: Mapping[str, str]) -> int | None:
-    """How many tasks of the Slurm step this node runs; None outside of Slurm.
+    """Number of tasks of the Slurm step on this node; None outside of Slurm.
 
     Slurm writes the tasks of all nodes as "2(x3),1": 2 on each of three nodes, then 1.
     """

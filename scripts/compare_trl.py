@@ -3,18 +3,18 @@
 python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] --output=curves.jsonl
 
 Each run is a process of its own, ours and TRL's in turn. Settings come from the config; what TRL
-cannot do alike is refused. Records are appended to the output as they come; then two tables of all
-that the file holds go to stdout. The exit code is 1 when a run failed.
+cannot do alike is refused. Records are appended to the output as they come; then a table of all
+that the file holds goes to stdout. The exit code is 1 when a run failed.
 
 Flags:
   --config=FILE            a GRPO config with an actor.path, and --config.a.b=VALUE as in train.py
   --output=FILE            the records, JSON lines; begun by an earlier call or not
-  --seeds=[1,2,3]          of the prompts' order and the samplers; [] only prints the tables
-  --sides=[ours,trl]       which to run
+  --seeds=[1,2,3]          seeds of the prompts' order and the samplers; [] only prints the table
+  --sides=[ours,trl]       sides to run
   --peer_python=PATH       the Python that has TRL; else this one
   --work_folder=FOLDER     run directories and logs; else runs/compare_trl
-  --time_limit_s=1800      of one run
-  --window=10              steps that a row of the table of rewards averages
+  --time_limit_s=1800      time limit of one run
+  --window=10              last steps whose rewards the table averages
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from jaxrl_llm.launch.runtime import prepare
 
 
 def main(argv: list[str]) -> int:
-    """Run what was asked for, one process at a time, and print the tables."""
+    """Run what was asked for, one process at a time, and print the table."""
     parser = Parser(__doc__ or "", takes_config=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", default="[1,2,3]")
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--window", type=int, default=10)
     config, flags = read_config(argv, parser)
     prepare(num_cpu_devices=1)  # the accelerator is for the processes that are started
-    from benchmarks.against_trl import Comparison, read_curves, reward_table, time_table
+    from benchmarks.against_trl import Comparison, table
 
     comparison = Comparison(
         config,
@@ -46,9 +46,7 @@ def main(argv: list[str]) -> int:
         time_limit_s=flags.time_limit_s,
     )
     failed = comparison.run([int(seed) for seed in _list(flags.seeds)], _list(flags.sides))
-    curves = read_curves(flags.output)
-    print("\n".join(reward_table(curves, flags.window)) + "\n")
-    print("\n".join(time_table(curves)))
+    print("\n".join(table(flags.output, flags.window)))
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""GRPO and TRL's GRPOTrainer: what TRL is given, what is refused, and the tables.
+"""GRPO and TRL's GRPOTrainer: what TRL is given, what is refused, and the table.
 
 The last test runs both sides on a tiny model, where TRL is installed: every step is there, and what
 TRL's trainer ended up with is what it was given.
@@ -10,12 +10,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from chat_tokenizer import write_chat_tokenizer
 from tiny_models import tiny_config, write_directory
 
-from benchmarks.against_trl import Curve, read_curves, reward_table, smoothed, time_table
+from benchmarks.against_trl import table
 from benchmarks.trl_work import ALIKE, trl_setup, trl_work
 from jaxrl_llm.config import Config, ConfigError, apply_override, load_config
 from jaxrl_llm.data.run_data import load_run_prompts, train_batches, train_sources
@@ -124,39 +123,24 @@ def test_every_refusal_names_a_key_that_exists(config):
             found = getattr(found, name)
 
 
-def curve(side: str, seed: int, rewards: list[float]) -> Curve:
-    seconds = (9.0, *(0.5 for _ in rewards[1:]))
-    return Curve(side=side, seed=seed, rewards=tuple(rewards), seconds=seconds, wall_seconds=12.0)
-
-
-def test_tables_by_hand():
-    curves = [
-        curve("ours", 1, [0.0, 0.2, 0.4, 0.6, 0.9]),
-        curve("ours", 2, [0.2, 0.2, 0.6, 0.8, 0.9]),
-        curve("trl", 1, [0.1, 0.3, 0.7, 0.9]),
-        curve("trl", 2, [0.1, 0.1, 0.8, 1.0]),
-    ]
-    assert smoothed(curves[0], 2) == pytest.approx([0.1, 0.5])
-    _, _, first, second = reward_table(curves, 2)
-    # Means 0.1 and 0.2 against 0.2 and 0.1; then 0.5 and 0.7 against 0.8 and 0.9.
-    assert first == "| 1 to 2 | 0.150 (0.100 to 0.200) | 0.150 (0.100 to 0.200) | yes | +0.0 |"
-    error = np.sqrt(np.var([0.5, 0.7], ddof=1) / 2 + np.var([0.8, 0.9], ddof=1) / 2)
-    assert second.endswith(f"| no | {-0.25 / error:+.1f} |")
-    assert time_table(curves)[2] == "| ours | 1 | 5 | 12.0 | 9.0 | 2.0 | 0.500 |"
-    assert reward_table(curves[:2], 2) == ["one of the two sides has no curve yet"]
-
-
-def test_a_run_that_was_cut_is_read_as_far_as_it_came(tmp_path):
+def test_table_by_hand(tmp_path):
     file = tmp_path / "curves.jsonl"
-    step = {"side": "trl", "seed": 1, "step": 1, "reward": 0.5, "seconds": 2.0}
-    end = {"side": "trl", "seed": 1, "wall_seconds": 9.0, "exit_code": -9}
-    file.write_text("".join(json.dumps(record) + "\n" for record in (step, end)))
-    (cut,) = read_curves(file)
-    assert cut.rewards == (0.5,) and cut.wall_seconds is None
-    with open(file, "a") as more:
-        more.write(json.dumps(step) + "\n")
+    common = {"side": "ours", "seed": 1}
+    rewards = [0.0, 0.2, 0.4, 0.6]
+    records = [
+        *(common | {"step": i + 1, "reward": r, "seconds": 9.0 - i} for i, r in enumerate(rewards)),
+        common | {"wall_seconds": 40.0, "exit_code": 0},
+        {"side": "trl", "seed": 1, "step": 1, "reward": 0.5, "seconds": 2.0},
+        {"side": "trl", "seed": 1, "wall_seconds": 9.0, "exit_code": -9},  # cut
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert table(file, 2)[2:] == [
+        "| ours | 1 | 4 | 0.300 | 0.500 | 9.0 | 7.000 | 40.0 |",
+        "| trl | 1 | 1 | 0.500 | 0.500 | 2.0 | - | cut |",
+    ]
+    file.write_text(file.read_text() * 2)
     with pytest.raises(ValueError, match="another --output"):
-        read_curves(file)
+        table(file, 2)
 
 
 @pytest.mark.slow
@@ -182,10 +166,9 @@ def test_trl_itself(config, tmp_path):
     command += [f"--output={output}", "--seeds=[7]", f"--work_folder={tmp_path / 'work'}"]
     done = subprocess.run([*command, "--window=1"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    ours, trl = read_curves(output)
-    assert (ours.side, trl.side) == ("ours", "trl")
-    assert len(ours.rewards) == len(trl.rewards) == 3
-    assert ours.wall_seconds is not None and trl.wall_seconds is not None
+    ours, trl = table(output, 1)[2:]
+    assert ours.startswith("| ours | 7 | 3 |") and trl.startswith("| trl | 7 | 3 |")
+    assert "cut" not in ours + trl
     records = [json.loads(line) for line in output.read_text().splitlines()]
     (settings,) = [record["settings"] for record in records if "settings" in record]
     given = trl_setup(apply_override(replace(config, seed=7), "actor.dtype", "float32"))["settings"]

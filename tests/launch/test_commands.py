@@ -50,7 +50,7 @@ def test_help_lists_the_commands_and_their_flags():
     assert {name.split()[0] for name in PARSERS} == set(COMMANDS)
     shown = jaxrl("train", "--help").stdout
     assert "--devices=N" in shown and "--dry_run" in shown
-    assert re.search(r"\n  rollout\.n  integer ≥ 1; default 1; samples a prompt\n", shown)
+    assert re.search(r"\n  rollout\.n  integer ≥ 1; default 1; Samples per prompt\n", shown)
     assert "\nalgorithm = grpo: " in shown
     assert "config keys" not in jaxrl("verify", "--help").stdout.lower()
     assert "--experts=N" in jaxrl("prepare", "upcycle", "--help").stdout
@@ -83,13 +83,8 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
     assert completed("tr") == ["train"]
     assert completed("export", "--r") == ["--role="]
     # bash splits words at "=".
-    assert completed("train", "--config", "=", "grpo") == [
-        "grpo",
-        "grpo_lora",
-        "grpo_moe",
-        "grpo_smollm2",
-        "grpo_smollm2_moe",
-    ]
+    configs = ["grpo", "grpo_lora", "grpo_moe", "grpo_smollm2", "grpo_smollm2_moe"]
+    assert completed("train", "--config", "=", "grpo") == configs
     assert completed("train", "--config", "=", "grpo", "--config.roll") == [
         word for word in completed("train", "--config.rollout") if word.endswith("=")
     ]
@@ -155,16 +150,15 @@ def test_a_mistake_is_one_message(words, message):
     assert "Traceback" not in result.stderr
 
 
+def summary_in(run_dir: Path, **changes) -> Summary:
+    checkpoint = run_dir / "checkpoints" / "global_step_3"
+    plain = {"step": 3, "totals": RunTotals(), "seconds": 1.0, "interrupted": False}
+    return Summary(run_dir=run_dir, checkpoint=checkpoint, **plain | changes)
+
+
 def test_the_summary_names_files_as_the_folder_was_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    summary = Summary(
-        run_dir=tmp_path / "runs" / "mine",
-        step=3,
-        totals=RunTotals(),
-        seconds=1.0,
-        interrupted=False,
-        checkpoint=tmp_path / "runs" / "mine" / "checkpoints" / "global_step_3",
-    )
+    summary = summary_in(tmp_path / "runs" / "mine")
     config = Config(run_dir="runs/mine")
     assert "  metrics         runs/mine/metrics.jsonl" in summary_lines(summary, config)
     monkeypatch.chdir("/")  # as a callback may
@@ -173,14 +167,7 @@ def test_the_summary_names_files_as_the_folder_was_given(tmp_path, monkeypatch):
 
 
 def test_the_command_that_a_run_ends_with_is_one(tmp_path):
-    summary = Summary(
-        run_dir=tmp_path,
-        step=3,
-        totals=RunTotals(),
-        seconds=1.0,
-        interrupted=False,
-        checkpoint=tmp_path / "checkpoints" / "global_step_3",
-    )
+    summary = summary_in(tmp_path)
     trace = tmp_path / "trace"
     trace.mkdir()
     assert not any("trace" in line for line in summary_lines(summary, Config()))  # none answered
@@ -191,10 +178,8 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
     assert words[0] == "export"
     spaced = replace(summary, run_dir=tmp_path / "a b", checkpoint=tmp_path / "a b/c")
     (line,) = (line for line in summary_lines(spaced, Config()) if " jaxrl " in line)
-    assert shlex.split(line)[-2:] == [
-        f"--model={tmp_path}/a b/c",
-        f"--output={tmp_path}/a b/export",
-    ]
+    a_b = tmp_path / "a b"
+    assert shlex.split(line)[-2:] == [f"--model={a_b}/c", f"--output={a_b}/export"]
     # Its flags are known: what is missing here is the checkpoint.
     assert f"there is no checkpoint {summary.checkpoint}" in jaxrl(*words).stderr
     scalar = Config(algorithm=c.PairwiseRewardModel()), Config(algorithm=c.RewardRegression())
@@ -212,14 +197,7 @@ def test_the_module_of_the_command_is_the_command():
 def test_times_that_overlap_are_explained(tmp_path):
     totals = RunTotals()
     totals.seconds, totals.stage_seconds = 10.0, {"gen": 1.0, "ref": 4.0, "update_actor": 5.0}
-    summary = Summary(
-        run_dir=tmp_path,
-        step=1,
-        totals=totals,
-        seconds=11.0,
-        interrupted=False,
-        checkpoint=tmp_path,
-    )
+    summary = summary_in(tmp_path, totals=totals)
     assert "  time a stage" in summary_lines(summary, Config())
     totals.stage_seconds["reward"] = 4.0
     (line,) = [line for line in summary_lines(summary, Config()) if "time a stage" in line]

@@ -150,14 +150,8 @@ def test_output_without_a_buffer_stays_so():
     code += "print('now'); print('err', file=sys.stderr); sys.stdin.read()"
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
         assert process.stdout is not None and process.stderr is not None
         assert (process.stdout.readline(), process.stderr.readline()) == ("now\n", "err\n")
         process.communicate("")

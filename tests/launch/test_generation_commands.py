@@ -83,17 +83,11 @@ def test_parquet_and_no_logprobs(folder, tmp_path):
     [
         (["--prompt=a", "--prompts=b"], "--prompts: not allowed with argument --prompt"),
         (["--prompts={rows}"], "belong together"),
-        (
-            ["--prompt=a", "--temperature=nan"],
-            "--temperature=nan: must be a finite number",
-        ),
+        (["--prompt=a", "--temperature=nan"], "--temperature=nan: must be a finite number"),
         (["--prompt=a", "--seed=4294967296"], "--seed=4294967296: must be at most 2147483647"),
         (["--prompts={rows}x", "--output={new}"], "no file or folder .*did you mean"),
         (["--prompts={rows}", "--output={rows}"], "exists; give a new file"),
-        (
-            ["--prompts={rows}", "--output={new}"],
-            "row 0 has no column prompt, messages",
-        ),
+        (["--prompts={rows}", "--output={new}"], "row 0 has no column prompt, messages"),
     ],
 )
 def test_mistakes_are_named(folder, tmp_path, flags, message):
@@ -107,19 +101,10 @@ def test_mistakes_are_named(folder, tmp_path, flags, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [{"prompt": "hi"}, {"prompt": "x" * 5000}],
-            r"rows\.jsonl row 1 has \d+ tokens and the mod",
-        ),
-        (
-            [{"prompt": "hi"}, {"prompt": [{"role": "user"}]}],
-            r"rows\.jsonl row 1: .*neither a text",
-        ),
-        ([{"prompt": "hi"}, {"prompt": "\ud800"}], r"rows\.jsonl row 1: .*surrogate"),
-        (
-            [{"prompt": "hi", "finished": 1}],
-            r"rows\.jsonl row 0 has the column finished, which the",
-        ),
+        ([{"prompt": "hi"}, {"prompt": "x" * 5000}], r"rows\.jsonl row 1 has \d+ tokens and the"),
+        ([{"prompt": "hi"}, {"prompt": [{"role": "user"}]}], "row 1: .*neither a text"),
+        ([{"prompt": "hi"}, {"prompt": "\ud800"}], "row 1: .*surrogate"),
+        ([{"prompt": "hi", "finished": 1}], "row 0 has the column finished, which the"),
         ([{"prompt": "hi", "tokens": 1}], "row 0 has the column tokens, which the answers would"),
         ([{"prompt": "[{'role': 'user'}]"}], "row 0: column 'prompt' holds .*: write JSON"),
         ([], r"--prompts=.*rows\.jsonl has no row"),

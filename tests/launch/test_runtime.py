@@ -62,13 +62,8 @@ def test_devices_flag_splits_the_cpu_which_keeps_what_is_freed():
         "runtime.fit_mesh(MeshConfig(fsdp=2))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert result.stdout == "8 8\nTrue\nTrue\n", result.stderr
     assert result.stderr.splitlines() == [
         "the mesh uses 2 of 8 devices, 6 are idle; --config.mesh.data=8 uses all",
@@ -217,14 +212,8 @@ def test_where_programs_are_kept(tmp_path):
         "show()\n"
     )
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "/shared"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     expected = ["/shared", str(tmp_path / "given"), str(tmp_path / "run" / "compile_cache")]
     assert done.stdout.splitlines() == expected, done.stderr
 

@@ -19,9 +19,9 @@ from jaxrl_llm.estimate.work import Work, work_of
 from jaxrl_llm.observability.console import number
 
 UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
-SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the devices, for roles of their own
-NEXT = 3  # layouts that are shown besides the chosen one
-CLOSE = 0.02  # of a step: stages that differ by less are not named as a reason
+SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the devices for roles of their own
+NEXT = 3  # layouts in the report after the chosen one
+CLOSE = 0.02  # share of a step; smaller differences of stages are not named as a reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def automatic(config: Config) -> tuple[Config, list[str]]:
 
 
 def shares(count: int, unit: int = 1) -> tuple[int, ...]:
-    """How many of `count` devices roles of their own may have, in whole units of `unit`."""
+    """Numbers of `count` devices for roles of their own, in whole units of `unit`."""
     units = count // unit
     return tuple(unit * n for n in sorted({round(units * share) for share in SPLITS} - {0, units}))
 
@@ -105,14 +105,14 @@ def best_placements(
 ) -> list[tuple[Estimate, tuple[str, ...]]]:
     """Layouts of one group, and of roles with `own` devices, or another of these numbers.
 
-    The fastest first, each with its flags. With `keep_settings` remat and packed rows stay those of
+    The fastest first, each with its flags. With `keep_settings` remat and packed rows stay as in
     the config.
     """
     one = best_layouts(work, count, hosts, rates, settings=[work] if keep_settings else None)
     settings = [work] if keep_settings else few_settings(work, one)
-    found = [(choice.estimate, choice.flags) for choice in one]
-    found += _apart(work, count, hosts, rates, own, settings)
-    return sorted(found, key=lambda each: each[0].seconds)  # one group first of equals
+    layouts = [(choice.estimate, choice.flags) for choice in one]
+    layouts += _apart(work, count, hosts, rates, own, settings)
+    return sorted(layouts, key=lambda each: each[0].seconds)  # one group first of equals
 
 
 def _apart(
@@ -162,9 +162,9 @@ def _best_of_each_form(
     for planned, flags in choices:
         if len(kept) > NEXT and _form(planned) in {_form(each.planned) for each in kept}:
             continue
-        found = _settled(config, planned)
-        if found is not None:
-            kept.append(Candidate(config=found, planned=planned, flags=flags))
+        settled = _settled(config, planned)
+        if settled is not None:
+            kept.append(Candidate(config=settled, planned=planned, flags=flags))
     return kept
 
 
@@ -193,7 +193,7 @@ def _rates_here() -> tuple[Rates, bool]:
 
 
 def _least_device() -> tuple[str | None, int | None]:
-    """What this process's devices are, where a data sheet is here, and the least memory of one."""
+    """The kind of the devices here, if it has a data sheet, and the least memory of one."""
     devices = jax.local_devices()
     words = devices[0].device_kind.lower().replace("-", " ").split()
     limits = [(device.memory_stats() or {}).get("bytes_limit") or 0 for device in devices]
@@ -229,13 +229,13 @@ def _form(planned: Estimate) -> str:
 
 
 def _why(planned: Estimate) -> str:
-    """What the chosen layout's step is made of."""
+    """The parts of a step in the chosen layout."""
     stages = ", ".join(f"{s.stage} {number(s.seconds)}" for s in planned.stages)
     return f"why: the stages take {stages} s, and it is the fastest of those that fit"
 
 
 def _why_not(planned: Estimate, best: Estimate) -> str:
-    """What the fastest layout of another form loses against the chosen one."""
+    """The loss of the fastest layout of another form against the chosen one."""
     here = {s.stage: s.seconds for s in planned.stages}
     there = {s.stage: s.seconds for s in best.stages}
     differ = [name for name in here if abs(here[name] - there[name]) > CLOSE * best.seconds]

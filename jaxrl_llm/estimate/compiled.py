@@ -38,13 +38,13 @@ from jaxrl_llm.plan.scores import planned_reward
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStage:
-    """What the compiler says of one program. Bytes are of one device."""
+    """The compiler's numbers for one program. Bytes are per device."""
 
     name: str
     arguments: float
-    temporaries: float  # with results that are not in the memory of arguments
+    temporaries: float  # bytes beyond the arguments, results included
     rows: tuple[Row, ...]  # its collectives
-    seconds: float  # of compiling
+    seconds: float  # time to compile
 
 
 class RealPrograms:
@@ -57,13 +57,13 @@ class RealPrograms:
             self._plan(config, devices, kv_heads)
 
     def _target(self) -> AbstractContextManager[None]:
-        """The kernels of the devices, which may not be those of this process."""
+        """The kernels of the devices, which may be of another kind than here."""
         here = self._devices[0] in jax.devices()
         return nullcontext() if here else compiling_for_hopper()
 
     def _plan(self, config: Config, devices: tuple[Any, ...], kv_heads: tuple[int, ...]) -> None:
-        own_sizes = (config.actor.tensor, config.critic.tensor)
-        self.mesh = mesh_of(config.mesh, sorted(kv_heads), own_sizes, devices)
+        tensor_sizes = (config.actor.tensor, config.critic.tensor)
+        self.mesh = mesh_of(config.mesh, sorted(kv_heads), tensor_sizes, devices)
         tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
         phase = plan_run(config, tokenizer, self.mesh, planned_reward(config)).phases[-1]
         self.states: dict[str, Any] = phase.abstract_states()
@@ -90,7 +90,7 @@ class RealPrograms:
         return self.lower(stage).compile(compiler_options=dict(options) if options else None)
 
     def stage(self, stage: str, options: Mapping[str, Any] | None = None) -> CompiledStage:
-        """What the compiler says of the program of `stage`."""
+        """The compiler's numbers for the program of `stage`."""
         start = time.monotonic()
         compiled = self.compile(stage, options)
         memory = compiled.memory_analysis()
@@ -113,12 +113,12 @@ def compile_work(work: Work, devices: Devices, hardware: str) -> tuple[RealProgr
     """The programs of `work` for `hardware`; "cpu" takes the CPU devices of this process."""
     config = on_one_group(work.config, devices.mesh)
     heads = tuple({model.config.num_kv_heads for model in work.models.values()})
-    found = (
+    compiled_for = (
         tuple(jax.devices()[: devices.count])
         if hardware == "cpu"
         else compile_devices(devices.count, hardware)
     )
-    programs = RealPrograms(config, found, heads)
+    programs = RealPrograms(config, compiled_for, heads)
     model_stages = {job.stage for job in work.jobs}
     return programs, [name for name in programs.stages if name in model_stages]
 
@@ -128,7 +128,7 @@ def compiler_options(hardware: str) -> dict[str, Any] | None:
 
 
 def loop_counts(work: Work, devices: Devices, stage: str) -> dict[str, float]:
-    """How often the loops of a stage run in a step."""
+    """The iterations of each loop of a stage in a step."""
     job = next(job for job in work.jobs if job.stage == stage)
     samples = work.samples.share(devices.replicas(job.does))
     if job.does == "generate":
@@ -144,13 +144,13 @@ def with_compiled(
     planned: Estimate, resident: Mapping[str, int], stages: Sequence[CompiledStage]
 ) -> Estimate:
     """`planned` with memory and traffic as the compiler has them."""
-    found = {stage.name: stage for stage in stages}
+    by_name = {stage.name: stage for stage in stages}
     return replace(
         planned,
         kept={role: float(size) for role, size in resident.items() if size},
         temporaries=planned.temporaries | {s.name: s.temporaries for s in stages},
         stages=tuple(
-            _with_traffic(time, found[time.stage], planned) if time.stage in found else time
+            _with_traffic(time, by_name[time.stage], planned) if time.stage in by_name else time
             for time in planned.stages
         ),
     )
@@ -164,7 +164,7 @@ def _with_traffic(time: StageTime, stage: CompiledStage, planned: Estimate) -> S
     for row in stage.rows:
         totals = row.totals(counts)
         axes = [axis for axis in AXES if axis in re.split(r"[.+\d]+", row.axis)]
-        name = "+".join(axes or AXES)  # of a group that is no product of axes: all of them
+        name = "+".join(axes or AXES)  # a group that no product of axes gives counts for all
         if row.kind in ("all-gather", "reduce-scatter") and "tensor" not in axes:
             name += GATHERED
         received[name] = received.get(name, 0.0) + totals.bytes

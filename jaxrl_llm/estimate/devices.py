@@ -34,7 +34,7 @@ class Devices:
 
     @property
     def switches(self) -> bool:
-        """Whether generation has its weights in another layout than they are stored in."""
+        """Whether generation uses another layout of the weights than they are stored in."""
         return not self.shards == self.mesh.tensor == self.tensor("generate")
 
     def tensor(self, does: str) -> int:
@@ -54,14 +54,14 @@ class Devices:
         return math.prod(getattr(self.mesh, axis) for axis in axes)
 
     def on_host(self, axes: Sequence[str]) -> int:
-        """How many devices of such a group are on the host of one of them."""
-        inner, found, per_host = 1, 1, self.per_host
+        """The devices of such a group on the host of one of them."""
+        inner, there, per_host = 1, 1, self.per_host
         for axis in reversed(AXES):
             size = getattr(self.mesh, axis)
             if axis in axes:
-                found *= max(1, min(size, per_host // inner))
+                there *= max(1, min(size, per_host // inner))
             inner *= size
-        return min(found, self.size(axes))
+        return min(there, self.size(axes))
 
     def seconds(self, received: float, axes: Sequence[str]) -> float:
         """Seconds in which one device of such a group receives so many bytes."""

@@ -21,13 +21,13 @@ HOST_TOKEN = 2.3e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step of `work` needs on `devices`. Bytes are of one device."""
+    """Memory and time of a step of `work` on `devices`. Bytes are per device."""
 
     work: Work
-    devices: Devices  # of the actor, and of each role that is not in `apart`
-    apart: Mapping[str, Devices] = field(default_factory=dict)  # of roles
-    kept: dict[str, float]  # by role
-    temporaries: dict[str, float]  # by stage
+    devices: Devices  # devices of the actor, and of each role that is not in `apart`
+    apart: Mapping[str, Devices] = field(default_factory=dict)  # devices by role
+    kept: dict[str, float]  # bytes by role
+    temporaries: dict[str, float]  # bytes by stage
     stages: tuple[StageTime, ...]
     placement: Mapping[str, str] = field(default_factory=dict)  # as in the config
     host: float = 0.0  # seconds of Python between two steps
@@ -128,7 +128,7 @@ def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None =
         kept=held,
         temporaries={job.stage: _temporary(job, work, devices, apart) for job in work.jobs},
         stages=tuple(
-            stage_time(job, work, apart.get(owner(job, apart), devices), own_weights(job, apart))
+            stage_time(job, work, apart.get(owner(job, apart), devices), in_place(job, apart))
             for job in work.jobs
         ),
         host=HOST_TOKEN * float(work.samples.responses.sum()) / devices.hosts,
@@ -136,13 +136,13 @@ def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None =
     )
 
 
-def own_weights(job: Job, apart: Mapping[str, Devices]) -> bool:
+def in_place(job: Job, apart: Mapping[str, Devices]) -> bool:
     """Whether generation finds its weights in place."""
     return job.does == "generate" and ROLLOUT in apart
 
 
 def _temporary(job: Job, work: Work, devices: Devices, apart: Mapping[str, Devices]) -> float:
-    return temporary(job, work, apart.get(owner(job, apart), devices), own_weights(job, apart))
+    return temporary(job, work, apart.get(owner(job, apart), devices), in_place(job, apart))
 
 
 def _rollout(work: Work, devices: Devices, own: Devices) -> tuple[float, float]:
@@ -155,7 +155,7 @@ def _rollout(work: Work, devices: Devices, own: Devices) -> tuple[float, float]:
 
 
 def placed(work: Work, config: Config, devices: Devices) -> Estimate:
-    """The estimate with the placement of `config`; `devices` are those of all roles together."""
+    """The estimate with the placement of `config`; `devices` has all roles together."""
     if not config.placement:
         return estimate(work, devices)
     nodes = range(devices.hosts)

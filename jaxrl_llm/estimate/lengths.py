@@ -12,14 +12,8 @@ def lengths_in(file: Path) -> tuple[tuple[int, int], ...]:
 
     Raises: ConfigError that names the line.
     """
-    if not file.is_file():
-        raise ConfigError(f"--lengths={file}: no such file; write PROMPT,RESPONSE on each line")
     lengths = []
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"--lengths={file} is no text; write PROMPT,RESPONSE lines") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         words = [word.strip() for word in line.split(",")]
         if words == [""] or (number == 1 and not any(word.isdecimal() for word in words)):
             continue  # an empty line, or the header

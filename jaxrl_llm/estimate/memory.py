@@ -24,16 +24,16 @@ from jaxrl_llm.kernels.gated_delta.runs import CHUNK
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 
-LOGITS_COPIES = 0.5  # of float32 logits: the head computes them in parts
+LOGITS_COPIES = 0.5  # copies of float32 logits: the head computes them in parts
 LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are
 # What a pipeline keeps for its backward pass, which runs in a loop: this many of what a plain pass
 # keeps, and the residual of each layer once more.
 PIPELINE_COPIES = 1.1
 PIPELINE_FLOATS = 2.5  # float32 copies of norms and activation that it keeps without recomputation
-GATHERED_LAYERS = 3  # that a mesh has in flight
+GATHERED_LAYERS = 3  # layers that a mesh has in flight
 GATHERED = 6  # bytes of a weight in flight: gathered in bf16, its gradient in float32
-GATHERED_FROZEN = 2  # of one below adapters, which has no gradient
-BUFFERS = 0.8e9  # of collectives
+GATHERED_FROZEN = 2  # layers of a model below adapters, which has no gradient
+BUFFERS = 0.8e9  # bytes of collectives
 SCATTERED = 1.25  # bytes of a weight: gradients of a micro-batch, in bf16, that wait for their sum
 SCALE = 4  # bytes of an output of a float8 projection
 # Float32 numbers of a token and head in a gated delta rule: for each dim of a key or value, each
@@ -57,15 +57,15 @@ def kept(model: Model, devices: Devices) -> float:
     return kept / devices.shards
 
 
-def temporary(job: Job, work: Work, devices: Devices, own_weights: bool = False) -> float:
-    """Bytes of a stage on a device besides what roles keep.
+def temporary(job: Job, work: Work, devices: Devices, in_place: bool = False) -> float:
+    """Bytes of a stage on a device beyond what roles keep.
 
-    With `own_weights` a rollout keeps the weights of generation already.
+    With `in_place` a rollout keeps the weights in the layout of generation already.
     """
     model = work.models[job.role]
     samples = work.samples.share(devices.replicas(job.does))
     if job.does == "generate":
-        return _generation(work, model, samples, devices, own_weights)
+        return _generation(work, model, samples, devices, in_place)
     part = samples.mini_batch(job.mini_batches)
     rows = rows_of(model, part, share_prompts=work.share_prompts)
     if job.does == "pass":
@@ -93,18 +93,18 @@ def cache_tokens(work: Work, samples: Samples) -> tuple[float, float]:
 
 
 def _generation(
-    work: Work, model: Model, samples: Samples, devices: Devices, own_weights: bool
+    work: Work, model: Model, samples: Samples, devices: Devices, in_place: bool
 ) -> float:
     tensor, rollout = devices.tensor("generate"), work.config.rollout
     dtype = rollout.dtype or model.settings.dtype
     itemsize = 1 if rollout.quantization == "float8" else BYTES[dtype]
     # A frozen base is copied only where another layout needs it.
     copies = not model.adapters or model.generates_merged or devices.switches
-    weights = sampled_bytes(model, dtype) if copies and not own_weights else 0.0
+    weights = sampled_bytes(model, dtype) if copies and not in_place else 0.0
     if rollout.quantization == "float8":
         weights += float8_bytes(model.config)
     cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
-    # Of each slot, of each prompt that waits for slots, and of the slots of the first tail again.
+    # Bytes of each slot, each prompt that waits for slots, and again the slots of the first tail.
     states = state_bytes_per_slot(model.config, BYTES[dtype]) / tensor
     slots = slots_of(work, samples)
     tail = (*default_tails(slots, samples.longest_response), 0)[0]
@@ -120,8 +120,8 @@ def _prefill(model: Model, samples: Samples, itemsize: int) -> float:
     config = model.config
     prompts = len(samples.prompts) * samples.longest_prompt
     numbers = 3 * config.active_size + 2 * config.hidden_size + copied_elements(config)
-    of_token = numbers * itemsize + RULE_PREFILL * _rule_bytes(config)
-    return min(PREFILL_TOKENS, prompts) * of_token
+    token_bytes = numbers * itemsize + RULE_PREFILL * _rule_bytes(config)
+    return min(PREFILL_TOKENS, prompts) * token_bytes
 
 
 def float8_bytes(config: ModelConfig) -> float:
@@ -177,8 +177,8 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
     if mesh.pipeline > 1:
         # A stage holds some of the layers, and keeps what each tick computes, idle ones too.
         ticks = mesh.pipeline * mesh.pipeline_micro_batches + mesh.pipeline - 1
-        of_token = config.num_layers * _looped_bytes(model) + _kept_rules(model)
-        saved = tokens * of_token * ticks / mesh.pipeline
+        token_bytes = config.num_layers * _looped_bytes(model) + _kept_rules(model)
+        saved = tokens * token_bytes * ticks / mesh.pipeline
     scanned = model.itemsize * parameters / devices.shards if model.settings.scan_layers else 0.0
     each = GATHERED_FROZEN if model.adapters else GATHERED
     in_flight = GATHERED_LAYERS * each * gathered_weights(config, mesh.expert) / mesh.tensor

@@ -1,4 +1,4 @@
-"""What a pass computes: micro-batches, tokens and attention of one replica's samples. No jax."""
+"""The work of a pass: micro-batches, tokens and attention of one replica's samples. No jax."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,11 +25,11 @@ class Rows:
     tokens: int  # computed by the layers, padding included
     targets: int  # tokens for which the head computes logits
     pairs: float  # (query, key) pairs of causal attention, padding included
-    row_tokens: int  # of one micro-batch
+    row_tokens: int  # tokens of one micro-batch
 
 
 def rows_of(model: Model, samples: Samples, *, share_prompts: bool) -> Rows:
-    """How a model's settings cut samples: packed rows, or a padded row for each sample."""
+    """Cut samples by a model's settings: packed rows, or a padded row for each sample."""
     if model.rows.micro_batch_tokens:
         return _packed(samples, model.rows.micro_batch_tokens, share_prompts)
     return _padded(samples, model.rows.micro_batch_size)
@@ -56,11 +56,11 @@ def _packed(samples: Samples, row: int, share: bool) -> Rows:
 
 @cache  # the layouts of a search share few numbers of replicas
 def _packed_lengths(prompts: tuple[int, ...], responses: bytes, row: int, share: bool) -> Rows:
-    of_prompts = np.frombuffer(responses, int).reshape(len(prompts), -1).tolist()
+    by_prompt = np.frombuffer(responses, int).reshape(len(prompts), -1).tolist()
     rows, used, pairs = 1, 0, 0.0
-    for prompt, responses_of_it in zip(prompts, of_prompts, strict=True):
+    for prompt, lengths in zip(prompts, by_prompt, strict=True):
         here = False
-        for response in responses_of_it:
+        for response in lengths:
             needed = response + (0 if here else prompt)
             if used + needed > row:
                 rows, used, here = rows + 1, 0, False
@@ -71,7 +71,7 @@ def _packed_lengths(prompts: tuple[int, ...], responses: bytes, row: int, share:
     return Rows(
         micro_batches=rows,
         tokens=rows * row,
-        targets=sum(map(sum, of_prompts)),
+        targets=sum(map(sum, by_prompt)),
         pairs=pairs,
         row_tokens=row,
     )
@@ -119,8 +119,8 @@ def layer_outputs(config: ModelConfig) -> float:
     mixture = config.mixture
     if mixture is None:
         return outputs
-    of_expert = 2.0 * mixture.expert_size + config.hidden_size
-    return outputs + mixture.num_experts * of_expert * config.num_expert_layers / config.num_layers
+    each = 2.0 * mixture.expert_size + config.hidden_size
+    return outputs + mixture.num_experts * each * config.num_expert_layers / config.num_layers
 
 
 def expert_weights(config: ModelConfig) -> float:

@@ -1,4 +1,4 @@
-"""What devices sustain in our programs: the data sheet times shares that were measured.
+"""The rates that devices sustain in our programs: the data sheet times measured shares.
 
 `docs/planner.md` compares the predictions with every measured step. No jax.
 """
@@ -27,10 +27,10 @@ USABLE = 0.92  # as launch/runtime.py asks jax for
 MATMUL_SHARE = 0.67  # large bf16 matmuls of an update: 665 of 989 TFLOP/s
 ATTENTION_SHARE = 0.58  # our attention kernels at head dim 128, rows of 131,072 tokens
 MEMORY_SHARE = 0.93  # 4.46 of 4.8 TB/s
-CACHE_SHARE = 0.8  # of that, reading the KV cache in decode attention
+CACHE_SHARE = 0.8  # share of that rate, reading the KV cache in decode attention
 HOST_SHARE = 0.9  # copies of offloaded moments
 LINK_SHARE = 0.5  # 220 of 450 GB/s into each of four devices in a layout switch
-EXCHANGE_SHARE = 0.33  # of the data sheet's link, in all-to-all: 148 of 450 GB/s on two devices
+EXCHANGE_SHARE = 0.33  # share of the link in all-to-all: 148 of 450 GB/s on two devices
 NETWORK_SHARE = 0.7  # assumed: no measurement over a network exists
 HIDDEN = 0.2  # share of the weights' collectives that runs behind matmuls
 
@@ -47,7 +47,7 @@ class Rates:
     cache: float
     host: float
     link: float  # from other devices of the host
-    exchange: float  # from those of the host, each sending something else
+    exchange: float  # rate from devices of the host, each sending something else
     network: float  # from other hosts, each device by its own card
     hidden: float = HIDDEN
 

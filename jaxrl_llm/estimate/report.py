@@ -24,12 +24,12 @@ from jaxrl_llm.observability.console import number
 
 PER_HOST = 8  # GPUs, where nothing is said
 SHOWN = 3  # other layouts
-BETTER = 0.97  # of the seconds of a step, from which on another layout is worth a line
+BETTER = 0.97  # share of a step's seconds below which another layout is worth a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for; 0 and empty take the config's own."""
+    """The question; 0 and empty take the config's own."""
 
     devices: int = 0
     hosts: int = 0
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def scaling(self) -> float | None:
-        """Tokens a second and device, in those of the smallest number of devices that fits."""
+        """Tokens a second and device, relative to the smallest number of devices that fits."""
         if self.small is None or not self.timed:
             return None
         return self.planned.tokens_per_second / self.small.estimate.tokens_per_second
@@ -194,9 +194,9 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
 
 def _best_mesh(work: Work, count: int, hosts: int, rates: Rates) -> Any:
     """The fastest mesh with the config's other settings; without one the one that needs least."""
-    found = best_layouts(work, count, hosts, rates, settings=[work])
-    if found:
-        return found[0].estimate.devices.mesh
+    layouts = best_layouts(work, count, hosts, rates, settings=[work])
+    if layouts:
+        return layouts[0].estimate.devices.mesh
     unlimited = replace(rates, capacity=math.inf)
     anyway = best_layouts(work, count, hosts, unlimited, settings=[work])
     if not anyway:
@@ -223,33 +223,33 @@ def lines(report: Report) -> list[str]:
     sizes = " ".join(f"{axis}={size}" for axis, size in devices.mesh.sizes.items() if size > 1)
     how = "compiled" if report.compiled else "computed without compiling"
     hardware = devices.rates.name if report.timed else CPU
-    found = [
+    lines = [
         f"{planned.work.name} on {planned.count} x {hardware}, {planned.hosts} "
         f"host{'s' * (planned.hosts > 1)}, mesh {sizes or 'of one device'}; {how}",
     ]
     if planned.apart:
-        found.append("groups: " + "; ".join(_group_line(*each) for each in planned.groups.items()))
+        lines.append("groups: " + "; ".join(_group_line(*each) for each in planned.groups.items()))
     if report.chosen:
-        found.append("the config's mesh has another size, so the fastest one that fits was taken")
-    found += ["", "memory of a device, GB"]
+        lines.append("the config's mesh has another size, so the fastest one that fits was taken")
+    lines += ["", "memory of a device, GB"]
     kept = {f"{role} keeps": size for role, size in planned.kept.items()}
     used = {f"{name}, while it runs": size for name, size in planned.temporaries.items()}
     rows = [(name, number(size / GB)) for name, size in (kept | used).items()]
     rows.append(("peak", number(planned.peak / GB)))
     if report.timed:
         rows.append((f"usable on {hardware}", number(devices.rates.capacity / GB)))
-    found += _table(rows)
+    lines += _table(rows)
     if report.timed:
-        found += ["", "it fits" if planned.fits else "IT DOES NOT FIT"]
-    found += ["", *_stage_lines(report)]
+        lines += ["", "it fits" if planned.fits else "IT DOES NOT FIT"]
+    lines += ["", *_stage_lines(report)]
     if report.timed:
-        found += ["", *_summary(report)]
+        lines += ["", *_summary(report)]
     for choice in report.better:
-        found.append(
+        lines.append(
             f"  {number(choice.estimate.seconds)} s, {number(choice.estimate.peak / GB)} GB: "
             f"{' '.join(choice.flags) or 'one device'}"
         )
-    return found
+    return lines
 
 
 def _group_line(role: str, group: Devices) -> str:
@@ -271,19 +271,19 @@ def _stage_lines(report: Report) -> list[str]:
 
 def _summary(report: Report) -> list[str]:
     planned = report.planned
-    found = [
+    lines = [
         f"a step: {number(planned.seconds)} s, {planned.work.samples.tokens:,} tokens, "
         f"{planned.tokens_per_second:,.0f} tokens/s per device",
     ]
     if report.scaling is not None:
         assert report.small is not None
         small = report.small.estimate.devices.count
-        found.append(f"{report.scaling:.0%} of {small} devices with the same prompts per device")
+        lines.append(f"{report.scaling:.0%} of {small} devices with the same prompts per device")
     if report.better:
         word = "faster" if planned.fits else "layouts that fit"
         group = ", as one group without placement and node_groups" if planned.apart else ""
-        found += ["", f"{word}{group}, by the model without compiling:"]
-    return found
+        lines += ["", f"{word}{group}, by the model without compiling:"]
+    return lines
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -16,7 +16,7 @@ PIPELINES = SEQUENCES = (1, 2, 4, 8)
 WIDE = 8  # hosts of a group that generates, where the weights fit on no single host
 REMATS = ("none", "projections", "full")
 ROLES = {"actor", "critic"}  # whose settings are searched
-ROW_TOKENS = (4096, 8192, 16384)  # of packed rows, where a sample fits
+ROW_TOKENS = (4096, 8192, 16384)  # sizes of packed rows, where a sample fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +44,26 @@ def best_layouts(
     per_host = max(1, count // hosts)
     meshes = list(_meshes(work, count, per_host))
     narrow = [own for mesh in meshes for own in _generating(work, mesh, 1, per_host)]
-    found = _fitting(work, [*meshes, *narrow], forms, hosts, rates)
-    if not found and hosts > 1:  # the weights of generation may need several hosts
+    layouts = _fitting(work, [*meshes, *narrow], forms, hosts, rates)
+    if not layouts and hosts > 1:  # the weights of generation may need several hosts
         most = min(count, WIDE * per_host)
         wide = [own for mesh in meshes for own in _generating(work, mesh, 2 * per_host, most)]
-        found = _fitting(work, wide, forms, hosts, rates)
-    return _distinct(found)
+        layouts = _fitting(work, wide, forms, hosts, rates)
+    return _distinct(layouts)
 
 
 def _fitting(
     work: Work, meshes: Sequence[MeshConfig], forms: Sequence[Work], hosts: int, rates: Rates
 ) -> list[LayoutChoice]:
     """Those of the meshes and forms that fit."""
-    found = []
+    fitting = []
     for mesh in meshes:
         devices = Devices(mesh=mesh, hosts=hosts, rates=rates)
         for each in forms:
             planned = estimate(each, devices)
             if planned.fits:
-                found.append(LayoutChoice(estimate=planned, flags=_flags(work, planned)))
-    return found
+                fitting.append(LayoutChoice(estimate=planned, flags=_flags(work, planned)))
+    return fitting
 
 
 def _distinct(choices: list[LayoutChoice]) -> list[LayoutChoice]:
@@ -147,7 +147,7 @@ def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
 
 
 def _stored_size(model: Model) -> int:
-    """What the shards of stored weights must divide."""
+    """The sizes that the shards of stored weights must divide."""
     config = model.config
     latent = config.latent
     ranks = [] if latent is None else [latent.query_rank, latent.kv_rank]
@@ -170,12 +170,12 @@ def few_settings(work: Work, choices: Sequence[LayoutChoice]) -> list[Work]:
 
 def with_settings(config: Config, work: Work) -> Config:
     """`config` with the remat and the packed rows of `work`, as `flags` name them."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in ROLES.intersection(work.models):
         model, own = work.models[name], getattr(config, name)
         rows = model.rows.micro_batch_tokens
-        found[name] = replace(own, remat=model.settings.remat, micro_batch_tokens=rows)
-    return replace(config, **found)
+        changes[name] = replace(own, remat=model.settings.remat, micro_batch_tokens=rows)
+    return replace(config, **changes)
 
 
 def _differ(work: Work, other: Work) -> bool:
@@ -191,12 +191,12 @@ def _settings(work: Work) -> Iterator[Work]:
     rows = [work.actor.rows.micro_batch_tokens]
     if rows[0]:
         rows += [size for size in ROW_TOKENS if size >= longest and size not in rows]
-    found = [work]
+    forms = [work]
     for remat, row in itertools.product((work.actor.settings.remat, *REMATS), rows):
         other = _with(work, remat, row)
-        if all(_differ(other, one) for one in found):
-            found.append(other)
-    yield from found
+        if all(_differ(other, one) for one in forms):
+            forms.append(other)
+    yield from forms
 
 
 def _with(work: Work, remat: str, row: int) -> Work:
@@ -212,17 +212,17 @@ def _with(work: Work, remat: str, row: int) -> Work:
 
 
 def _flags(work: Work, planned: Estimate) -> tuple[str, ...]:
-    """What to add to a command for this layout; settings that stay as they are are left out."""
+    """The flags of a command for this layout, without settings that do not change."""
     mesh = planned.devices.mesh
-    found = [f"--config.mesh.{axis}={size}" for axis, size in mesh.sizes.items() if size > 1]
+    flags = [f"--config.mesh.{axis}={size}" for axis, size in mesh.sizes.items() if size > 1]
     if mesh.generation.tensor:
-        found.append(f"--config.mesh.generation.tensor={mesh.generation.tensor}")
+        flags.append(f"--config.mesh.generation.tensor={mesh.generation.tensor}")
     for name, model in planned.work.models.items():
         was = work.models[name]
         if name not in ROLES:
             continue
         if model.settings.remat != was.settings.remat:
-            found.append(f"--config.{name}.remat={model.settings.remat}")
+            flags.append(f"--config.{name}.remat={model.settings.remat}")
         if model.rows.micro_batch_tokens != was.rows.micro_batch_tokens:
-            found.append(f"--config.{name}.micro_batch_tokens={model.rows.micro_batch_tokens}")
-    return tuple(found)
+            flags.append(f"--config.{name}.micro_batch_tokens={model.rows.micro_batch_tokens}")
+    return tuple(flags)

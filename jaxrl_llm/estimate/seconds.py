@@ -23,7 +23,13 @@ from jaxrl_llm.estimate.packing import (
     rows_of,
     wide_weights,
 )
-from jaxrl_llm.estimate.traffic import Traffic, of_decoding, of_pass, of_switch, of_update
+from jaxrl_llm.estimate.traffic import (
+    Traffic,
+    decoding_traffic,
+    pass_traffic,
+    switch_traffic,
+    update_traffic,
+)
 from jaxrl_llm.estimate.work import BYTES, Job, Model, Samples, Work
 from jaxrl_llm.generation.engine import FEWEST_WITHOUT_TRITON
 from jaxrl_llm.kernels.grouped_matmul import TILE
@@ -35,7 +41,8 @@ from jaxrl_llm.models.shapes import expert_matmuls
 # the intermediate size: norms, rope, activations, residual sums, and their gradients.
 ELEMENTWISE_UPDATE = 54
 ELEMENTWISE_FORWARD = 15
-RECOMPUTED = {"none": 0.0, "projections": 0.0, "attention": 0.45, "full": 0.6}  # of a forward pass
+# Shares of a forward pass that are computed twice.
+RECOMPUTED = {"none": 0.0, "projections": 0.0, "attention": 0.45, "full": 0.6}
 NARROW = 60  # matmuls of this hidden size a device run at half of the rate
 # A grouped matmul with so many rows of an expert runs at half of the rate: 373 TFLOP/s with 256,
 # and 631 to 660 with 2,048 and more, on an H100.
@@ -48,19 +55,19 @@ FEW_KEYS = 380  # attention to so many tokens, in the mean, runs at half of the 
 DECODE_LAYER = 29e-6  # seconds of a layer's kernels in a decode step, whatever the batch
 ROUTING = 130e-6  # the same of a layer of experts on top: its router, its sort, three more kernels
 ADAPTED_FEATURE = 0.95e-9  # seconds of a decode step for a feature in or out of adapters apart
-DEQUANTIZED = 0.65  # of the rate of memory: bf16 copies of float8 weights, and float8 experts
+DEQUANTIZED = 0.65  # share of the memory rate: bf16 copies of float8 weights, float8 experts
 # Seconds of a token in a gated delta rule, for each value head of a layer: of 128 x 128.
 RULE_FORWARD, RULE_BACKWARD = 21e-9, 43e-9
 STATE_PASSES = 2.6  # bytes that a decode step moves for a byte of a slot's states
 SHARED_PROMPT = 2.0  # reading a prompt for several samples, in reads for one
 FEW_ROWS = 30  # matmuls of a decode step with so many sequences run at half of the rate
-SAMPLING_BYTES = 12  # of a logit: three passes over the float32 logits
+SAMPLING_BYTES = 12  # bytes a logit: three passes over the float32 logits
 # A pass through a pipeline takes 1 + this / hidden size of one without: its layers are in a loop.
-# Of a step with hidden size 896, and one with 2,048.
+# Measured on a step with hidden size 896, and one with 2,048.
 PIPELINE_LOOP = 400
 SCAN = 1.17  # a pass with scan_layers, in passes without: 1.12 at 7B, 1.23 at 0.5B
-PREFILL_SHARE = 0.87  # of the rate of large matmuls
-OPTIMIZER_BYTES = 8  # of a weight and its gradient in AdamW, besides moments: read and written
+PREFILL_SHARE = 0.87  # share of the rate of large matmuls
+OPTIMIZER_BYTES = 8  # bytes that AdamW reads and writes for a weight, moments apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +80,17 @@ class StageTime:
     exchange: float  # collectives that nothing hides
     bubble: float  # share of `compute` in which pipeline stages idle
     traffic: Traffic
-    flops: float  # of the step's samples on one device
+    flops: float  # work of the step's samples on one device
 
     @property
     def seconds(self) -> float:
         return self.compute / (1.0 - self.bubble) + self.exchange
 
 
-def stage_time(job: Job, work: Work, devices: Devices, own_weights: bool = False) -> StageTime:
-    """Seconds of a stage. With `own_weights` generation moves no weights to its layout."""
+def stage_time(job: Job, work: Work, devices: Devices, in_place: bool = False) -> StageTime:
+    """Seconds of a stage. With `in_place` generation moves no weights to its layout."""
     if job.does == "generate":
-        return _generation(job, work, devices, own_weights)
+        return _generation(job, work, devices, in_place)
     return _trained(job, work, devices)
 
 
@@ -96,7 +103,7 @@ def _trained(job: Job, work: Work, devices: Devices) -> StageTime:
     rows = rows_of(model, samples, share_prompts=work.share_prompts)
     split = devices.mesh.sequence * devices.tensor(job.does)
     compute, flops = _computing(model, rows, devices, split, update)
-    traffic = (of_update if update else of_pass)(model, rows, devices)
+    traffic = (update_traffic if update else pass_traffic)(model, rows, devices)
     exchange = traffic.seconds(devices)
     if devices.mesh.pipeline > 1:
         compute *= 1 + PIPELINE_LOOP / model.config.hidden_size
@@ -145,15 +152,15 @@ def _computing(
         made = config.num_layers * layer_weights(config) * (1 + model.itemsize)
         moved += made * rows.micro_batches * (1 + update) / DEQUANTIZED
     rate = rates.matmul * config.hidden_size / (config.hidden_size + NARROW * split) / scale
-    of_head = min(config.head_dim, 128) / 128
+    head_share = min(config.head_dim, 128) / 128
     attended = rows.pairs / rows.tokens
-    of_keys = attended / (attended + FEW_KEYS)
-    attending_seconds = attending / (rates.attention * of_head * of_keys)
+    keys_share = attended / (attended + FEW_KEYS)
+    attending_seconds = attending / (rates.attention * head_share * keys_share)
     seconds = matmuls / rate + attending_seconds + moved / rates.memory
-    of_rule = RULE_FORWARD
+    rule_passes = RULE_FORWARD
     if update:
-        of_rule += RULE_BACKWARD + RULE_FORWARD * (model.settings.remat != "none")
-    seconds += of_rule * _rule_heads(config) * rows.tokens
+        rule_passes += RULE_BACKWARD + RULE_FORWARD * (model.settings.remat != "none")
+    seconds += rule_passes * _rule_heads(config) * rows.tokens
     return seconds / split, (matmuls + attending) / split
 
 
@@ -197,7 +204,7 @@ def _bubble(devices: Devices) -> float:
 # ------------------------------------------------------------------------- generation
 
 
-def _generation(job: Job, work: Work, devices: Devices, own_weights: bool) -> StageTime:
+def _generation(job: Job, work: Work, devices: Devices, in_place: bool) -> StageTime:
     model = work.models[job.role]
     samples = work.samples.share(devices.replicas("generate"))
     tensor = devices.tensor("generate")
@@ -206,8 +213,8 @@ def _generation(job: Job, work: Work, devices: Devices, own_weights: bool) -> St
     prompt_flops = _prefill_flops(model, samples) / tensor
     prefill = prompt_flops / (devices.rates.matmul * PREFILL_SHARE)
     prefill += RULE_FORWARD * _rule_heads(model.config) * float(samples.prompts.sum()) / tensor
-    switch = Traffic() if own_weights else of_switch(model, work, devices)
-    steps = of_decoding(model, live, devices)
+    switch = Traffic() if in_place else switch_traffic(model, work, devices)
+    steps = decoding_traffic(model, live, devices)
     exchange = switch.seconds(devices) + steps.seconds(devices)
     return StageTime(
         stage=job.stage,
@@ -271,9 +278,9 @@ def _decode_seconds(
         copied = frozen and slots_of(work, samples) >= FEWEST_WITHOUT_TRITON
     else:
         copied = (frozen or quantized) and not grouped
-    of_weight = itemsize if copied else 1 if frozen else small
+    weight_bytes = itemsize if copied else 1 if frozen else small
     wide = config.num_layers * wide_weights(config) if quantized else 0.0
-    bytes_read = (read - wide) * of_weight / (DEQUANTIZED if grouped else 1.0)
+    bytes_read = (read - wide) * weight_bytes / (DEQUANTIZED if grouped else 1.0)
     bytes_read += (wide + head) * itemsize
     weights = bytes_read / tensor / rates.memory
     flops = 2.0 * live * (layers + head) / tensor
@@ -308,14 +315,14 @@ def _whole_tiles(config: ModelConfig, tensor: int) -> bool:
 
 def _adapters_seconds(model: Model, devices: Devices) -> float:
     """The matmuls of adapters in a decode step. Those of experts take the time of their bytes."""
-    config, of_experts = model.config, 0.0
+    config, in_experts = model.config, 0.0
     if config.mixture is not None:
         features = 3.0 * (config.hidden_size + config.mixture.expert_size)
         features *= config.num_expert_layers * config.mixture.num_experts
-        of_experts = min(model.adapted, features)
-    read = of_experts / model.adapted * model.adapters if model.adapted else 0.0
+        in_experts = min(model.adapted, features)
+    read = in_experts / model.adapted * model.adapters if model.adapted else 0.0
     seconds = read * model.itemsize / devices.rates.memory
-    return seconds + (model.adapted - of_experts) * ADAPTED_FEATURE
+    return seconds + (model.adapted - in_experts) * ADAPTED_FEATURE
 
 
 def _prefill_flops(model: Model, samples: Samples) -> float:

@@ -25,15 +25,15 @@ from jaxrl_llm.estimate.packing import (
 from jaxrl_llm.estimate.work import Model, Work
 from jaxrl_llm.models.expert_dispatch import exchanges_rows, round_rows
 
-WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # besides tensor
+WEIGHTS = ("pipeline", "fsdp", "expert", "sequence")  # axes of weights other than tensor
 OF_EXPERTS = ("pipeline", "fsdp", "sequence")  # along `expert` they stay where they are
 EXPERT = "expert"  # tokens on their way to experts and back
 GATHERED = " (weights)"  # moves while matmuls run; a layer waits for activations and keys
 LATENCY = 25e-6  # seconds of a small all-reduce inside a host
 HOP = 5e-6  # seconds from host to host around a ring; assumed
-GATHERS = 2  # of a layer and pass: XLA joins those of its weights
-EXCHANGES = 4  # of a layer and pass: counts of rows, rounds, rows there and back
-# Of a layout switch: arrays of a layer, and seconds of each besides its bytes. Two H100 took
+GATHERS = 2  # gathers of a layer and pass: XLA joins the gathers of its weights
+EXCHANGES = 4  # exchanges of a layer and pass: counts of rows, rounds, rows there and back
+# A layout switch: arrays of a layer, and seconds of each beyond its bytes. Two H100 took
 # 16.7 ms for 1.5B and 51.1 ms for 8B, 2026-11-24.
 ARRAYS = 7
 ARRAY_SECONDS = 40e-6
@@ -68,7 +68,7 @@ class Traffic:
         return total
 
 
-def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
+def update_traffic(model: Model, rows: Rows, devices: Devices) -> Traffic:
     """One update over the rows of a replica."""
     config, mesh = model.config, devices.mesh
     learned = learned_parameters(model)
@@ -98,7 +98,7 @@ def of_update(model: Model, rows: Rows, devices: Devices) -> Traffic:
     return _without_zeros(received, waiting + passes * _exchange_latency(model, devices))
 
 
-def of_pass(model: Model, rows: Rows, devices: Devices) -> Traffic:
+def pass_traffic(model: Model, rows: Rows, devices: Devices) -> Traffic:
     """One pass without a gradient over the rows of a replica."""
     tensor = devices.tensor("pass")
     received = _weights(
@@ -127,7 +127,7 @@ def switch_bytes(model: Model, work: Work, devices: Devices) -> float:
     return needed * _share(devices.shards // devices.mesh.tensor)
 
 
-def of_switch(model: Model, work: Work, devices: Devices) -> Traffic:
+def switch_traffic(model: Model, work: Work, devices: Devices) -> Traffic:
     """The weights on their way to the layout of generation, and only those that are not there.
 
     A larger `tensor` size than the mesh's is an exchange: devices need other parts of what each
@@ -143,7 +143,7 @@ def of_switch(model: Model, work: Work, devices: Devices) -> Traffic:
     return Traffic(latency=size / rate + waiting)
 
 
-def of_decoding(model: Model, live: np.ndarray, devices: Devices) -> Traffic:
+def decoding_traffic(model: Model, live: np.ndarray, devices: Devices) -> Traffic:
     """All decode steps: two all-reduces a layer over the devices that share the heads."""
     tensor = devices.tensor("generate")
     if tensor == 1:
@@ -180,12 +180,12 @@ def _tokens(model: Model, rows: Rows, devices: Devices, *, update: bool) -> dict
     tokens = math.ceil(rows.tokens / devices.mesh.sequence)
     layers = model.config.num_expert_layers
     if exchanges_rows(tokens, chosen, others + 1, model.itemsize):
-        of_round = round_rows(tokens * chosen, others + 1)
+        in_round = round_rows(tokens * chosen, others + 1)
         forward = 2 * model.itemsize * size + 4
         backward = 3 * model.itemsize * size + 4
         again = 2 if model.settings.remat == "full" else 1
         each = again * forward + backward if update else forward
-        return {EXPERT: each * of_round * others * layers}
+        return {EXPERT: each * in_round * others * layers}
     there, back = model.itemsize * size + 8 * chosen, 4 * size
     each = there + back
     if update:
@@ -217,8 +217,8 @@ def _rules(model: Model, rows: Rows, devices: Devices, *, passes: int) -> float:
     there = (2 * keys * delta.key_dim + values * delta.value_dim) * model.itemsize + 2 * 4 * values
     back = 4 * values * delta.value_dim
     rules = config.num_layers - config.num_attention_layers
-    of_device = rows.tokens / mesh.sequence
-    return passes * rules * of_device * (there + back) * _share(mesh.sequence)
+    device_tokens = rows.tokens / mesh.sequence
+    return passes * rules * device_tokens * (there + back) * _share(mesh.sequence)
 
 
 def _weights(
@@ -234,7 +234,7 @@ def _weights(
 
 
 def _weight_axes(devices: Devices, axes: Sequence[str]) -> str:
-    """The axes over which weights are gathered, without those of one device."""
+    """The axes over which weights are gathered, without axes of one device."""
     sizes = devices.mesh.sizes
     return "+".join(axis for axis in axes if sizes[axis] > 1) + GATHERED
 

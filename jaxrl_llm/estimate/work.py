@@ -1,4 +1,4 @@
-"""What a step has to do: its stages, the models that they run, and the lengths of its samples."""
+"""The work of a step: its stages, the models that they run, and the lengths of its samples."""
 
 import math
 from collections.abc import Sequence
@@ -151,7 +151,7 @@ def work_of(
 ) -> Work:
     """The work of a config, planned on one device; nothing is computed.
 
-    `prompt_tokens` and `response_tokens` are those of each sample; 0 takes the config's limits.
+    Each sample has `prompt_tokens` and `response_tokens`; 0 takes the config's limits.
     `lengths` are (prompt, response) tokens of samples, repeated until a batch is full.
 
     Raises: ConfigError or ValueError for a config that no run takes.
@@ -259,12 +259,12 @@ def samples_of(
     """The lengths of a batch with `n` samples a prompt; see `work_of`."""
     data = config.data
     shape = (data.train_batch_size, n)
-    for name, given, most in (
+    for name, tokens, most in (
         ("--prompt_tokens", prompt_tokens, data.max_prompt_length),
         ("--response_tokens", response_tokens, data.max_response_length),
     ):
-        if given > most:
-            raise ConfigError(f"{name}={given} is more than the config's limit of {most} tokens")
+        if tokens > most:
+            raise ConfigError(f"{name}={tokens} is more than the config's limit of {most} tokens")
     if lengths:
         prompts = np.resize([prompt for prompt, _ in lengths[::n]], shape[0])
         responses = np.resize([response for _, response in lengths], shape)

@@ -29,7 +29,7 @@ from jaxrl_llm.estimate.packing import Rows, rows_of
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.search import _meshes, best_layouts
 from jaxrl_llm.estimate.seconds import _decoding
-from jaxrl_llm.estimate.traffic import of_switch, of_update, switch_bytes
+from jaxrl_llm.estimate.traffic import switch_bytes, switch_traffic, update_traffic
 from jaxrl_llm.estimate.work import Samples, work_of
 from jaxrl_llm.generation.engine import begin
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -342,7 +342,7 @@ def test_tokens_go_to_experts_and_come_back_as_in_the_layer(chosen):
         made = jax.make_jaxpr(run)(tokens, weights, tuple(kernels))
     devices = Devices(mesh=config.mesh, hosts=1, rates=H200)
     packed = Rows(micro_batches=1, tokens=rows * 4 // 4, targets=8, pairs=8.0, row_tokens=8)
-    found = of_update(work.actor, packed, devices).received
+    found = update_traffic(work.actor, packed, devices).received
     assert found["expert"] == collectives(made.jaxpr) * model.num_layers
     experts = model.num_layers * 3 * 8 * D * 16
     rest = num_parameters(model) - experts
@@ -478,7 +478,9 @@ def test_the_time_of_a_layout_switch_is_near_the_measured_one(shape, own, millis
     work = work_of(tiny(c.GRPO(), rollout=c.RolloutConfig(n=4, dtype="bfloat16")))
     actor = replace(work.actor, config=SHAPES[shape])
     devices = Devices(mesh=mesh, hosts=1, rates=rates_of("h100"))
-    assert of_switch(actor, work, devices).latency == pytest.approx(milliseconds / 1e3, rel=0.2)
+    assert switch_traffic(actor, work, devices).latency == pytest.approx(
+        milliseconds / 1e3, rel=0.2
+    )
 
 
 def test_an_all_to_all_over_hosts_has_one_network_card_a_device():
@@ -652,8 +654,6 @@ def test_groups_of_nodes_are_planned_each_by_itself(in_this_process, tmp_path, c
         (["--devices=12", "--hosts=5"], "spread evenly over --hosts=5"),
         (["--hardware=h2000"], "did you mean 'h200'"),
         (["--response_tokens=100000"], "more than the config's limit"),
-        (["--lengths=nowhere.csv"], "no such file"),
-        (["--json=nowhere/report.json"], "no folder nowhere"),
         (["--devices=0"], "must be 1 or more"),
         (["--hardware=cpu"], "leave --quick out"),
         (["--devices=7"], "no mesh of 7 devices"),

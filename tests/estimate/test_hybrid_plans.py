@@ -17,7 +17,7 @@ from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import estimate
 from jaxrl_llm.estimate.packing import Rows
 from jaxrl_llm.estimate.search import _meshes
-from jaxrl_llm.estimate.traffic import of_update
+from jaxrl_llm.estimate.traffic import update_traffic
 from jaxrl_llm.estimate.work import work_of
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, Streams, chunking_of, gated_delta
 from jaxrl_llm.kernels.mesh_split import MeshSplit
@@ -71,7 +71,7 @@ def test_tokens_go_to_the_devices_of_their_heads_and_back(key_heads):
         made = jax.make_jaxpr(jax.value_and_grad(loss))(inputs)
     devices = Devices(mesh=mesh, hosts=1, rates=H200)
     rows = Rows(micro_batches=1, tokens=tokens, targets=8, pairs=8.0, row_tokens=tokens)
-    found = of_update(work.actor, rows, devices).received["sequence"]
+    found = update_traffic(work.actor, rows, devices).received["sequence"]
     attentions = model.num_attention_layers
     keys = attentions * tokens * 2 * model.num_kv_heads * model.head_dim * (2 * 2 + 4) / 2
     rules = model.num_layers - attentions

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 Params = dict[str, Any]  # nested, str keys, array leaves
-FLOAT8_BASE = "float8"  # as a dtype: of frozen projections; the rest has that of computation
+FLOAT8_BASE = "float8"  # dtype of frozen projections; other weights have the computation's
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ModelSpec:
     kind: Kind
     dtype: str
     form: Form  # see `merge_projections` and `quantize_projections`
-    lora: Lora | None  # then `dtype` is that of the base
+    lora: Lora | None  # adapters; with them `dtype` is the base's
     graphdef: Any = field(compare=False, repr=False)
     # The three below; all specs of this model share them, so they are only read.
     trees: tuple[Params, Params, Params] = field(compare=False, repr=False)
@@ -89,7 +89,7 @@ class ModelSpec:
 
     @property
     def init(self) -> Params:
-        """How each parameter begins."""
+        """The initial distribution of each parameter."""
         return _copy(self.trees[2])
 
     @property
@@ -204,7 +204,7 @@ def merge_adapters(
 ) -> tuple[ModelSpec, Params]:
     """The same model with its adapters merged into the weights. Call it inside jit.
 
-    The merged weights have `dtype`, by default that of the base. Other weights do not change.
+    The merged weights have `dtype`, by default the base's. Other weights do not change.
     """
     if spec.lora is None:
         return spec, params
@@ -343,7 +343,7 @@ def _leaf_key(key: jax.Array, path: tuple[str, ...]) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """How first values are drawn, and which part of a frozen projection they are for."""
+    """The distribution of first values, and their part of a frozen projection."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -361,7 +361,7 @@ class _Drawing:
 
 
 def _drawing(spec: ModelSpec, path: tuple[Any, ...]) -> tuple[tuple[str, ...], _Drawing]:
-    """How a parameter is drawn, and the path of its key: the kernel's for a kernel's scale."""
+    """The draw of a parameter, and the path of its key: the kernel's for a kernel's scale."""
     *parents, name = (entry.key for entry in path)
     module, init = _at(spec.trees[0], parents), _at(spec.trees[2], parents)  # read, not copied
     std = spec.config.initializer_range

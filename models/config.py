@@ -7,7 +7,7 @@ from typing import Literal
 from jaxrl_llm.models.rope import DynamicRope, LongRope, RopeScaling
 
 Kind = Literal["causal_lm", "scalar"]
-SWIGLU_ALPHA = 1.702  # of gpt-oss's activation, `experts.clamped_swiglu`
+SWIGLU_ALPHA = 1.702  # factor in gpt-oss's activation, `experts.clamped_swiglu`
 # Name of a sigmoid router's parameter that is added to the scores for the choice alone. It stays
 # float32 and has no gradient; `learner/router_balance.py` changes it.
 BALANCE = "balance"
@@ -24,11 +24,11 @@ class Mixture:
 
     # "sigmoid": each expert has a score of its own, and a balance bias is added for the choice.
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    num_groups: int = 1  # of experts; a token chooses within some of them
+    num_groups: int = 1  # groups of experts; a token chooses within some of them
     groups_per_token: int = 1
-    scaling: float = 1.0  # of the weights of a token's experts
+    scaling: float = 1.0  # factor of the weights of a token's experts
     shared_size: int = 0  # inner size of the experts that every token has, together
-    shared_gate: bool = False  # a sigmoid of a token's own multiplies what these add
+    shared_gate: bool = False  # whether a sigmoid of the token multiplies the shared output
     dense_layers: int = 0  # the first layers, with an MLP in place of experts
 
     def __post_init__(self) -> None:
@@ -62,14 +62,14 @@ class Mixture:
 class Latent:
     """Multi-head latent attention: keys and values come from a small latent vector of each token.
 
-    A head of q and k has its own dims first, then `rope_dim` dims with rope. Those of k are the
-    same in all heads.
+    A head of q and k has its own dims first, then `rope_dim` dims with rope. All heads of k have
+    the same dims with rope.
     """
 
-    kv_rank: int  # size of the vector that keys and values are made of
-    query_rank: int | None  # size of the one that queries are made of; None: of the hidden state
+    kv_rank: int  # size of the vector that makes keys and values
+    query_rank: int | None  # size of the vector that makes queries; None: the hidden state
     rope_dim: int
-    value_dim: int  # of a head
+    value_dim: int  # dims of a value head
 
     def __post_init__(self) -> None:
         for name in ("kv_rank", "query_rank", "rope_dim", "value_dim"):
@@ -86,9 +86,9 @@ class GatedDelta:
     """
 
     period: int  # every layer whose number is a multiple of it, counted from 1, has attention
-    key_heads: int  # of queries and keys; each serves neighbouring value heads
+    key_heads: int  # heads of queries and keys; each serves neighbouring value heads
     value_heads: int
-    key_dim: int  # of a head
+    key_dim: int  # dims of a key head
     value_dim: int
     conv_size: int  # tokens that the convolution sees, its own included
 
@@ -140,17 +140,17 @@ class ModelConfig:
     norms: Literal["before", "after", "both"] = "before"  # which side of attention and MLP
     unit_offset: bool = False  # norms multiply by 1 + their weights
     qk_norm_whole: bool = False  # with `qk_norm`: one norm over all heads
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation of the MLP's gate
     rope_layers: tuple[bool, ...] = ()
     rotary_factor: float = 1.0  # the share of a head that rope rotates: its first dims
     interleaved_rope: bool = False  # pairs are neighbours, not halves of the head
-    local_rope_theta: float | None = None  # of layers with a window; they are not scaled
-    attention_multiplier: float | None = None  # of attention's logits; None: head_dim**-0.5
+    local_rope_theta: float | None = None  # theta of layers with a window, without scaling
+    attention_multiplier: float | None = None  # factor of attention logits; None: head_dim**-0.5
     # Soft caps: x becomes cap * tanh(x / cap). None: x stays.
-    attention_softcap: float | None = None  # of attention's logits, after their multiplier
+    attention_softcap: float | None = None  # cap of attention logits, after their multiplier
     logits_softcap: float | None = None
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and MLP add
+    residual_multiplier: float = 1.0  # factor of the outputs of attention and MLP
     logits_scaling: float = 1.0  # divides the logits
     attention_out_bias: bool = False  # on the output projection of attention
     attention_sinks: bool = False  # a learnt logit of each head that adds to no output
@@ -160,7 +160,7 @@ class ModelConfig:
     swiglu_limit: float | None = None
     latent: Latent | None = None  # multi-head latent attention
     attention_gate: bool = False  # a sigmoid of the layer's input multiplies attention's output
-    delta: GatedDelta | None = None  # layers of a gated delta rule between those of attention
+    delta: GatedDelta | None = None  # layers of a gated delta rule between attention layers
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -275,7 +275,7 @@ class ModelConfig:
 
     @property
     def num_leading_layers(self) -> int:
-        """Dense layers before those of experts; 0 in a dense model."""
+        """Dense layers before the layers of experts; 0 in a dense model."""
         return 0 if self.mixture is None else self.mixture.dense_layers
 
     def mixture_of(self, layer: int) -> Mixture | None:
@@ -286,7 +286,7 @@ class ModelConfig:
     def splits_alike(self, groups: int) -> bool:
         """Whether so many equal groups of layers have the same kinds of layers in the same order.
 
-        Dense layers before those of experts are in none of them.
+        Leading dense layers are in none of them.
         """
         kinds = self.layer_kinds[self.num_leading_layers :]
         size, rest = divmod(len(kinds), groups)
@@ -310,7 +310,7 @@ class ModelConfig:
     def cache_heads(self) -> tuple[int, int]:
         """KV heads that a token has in the cache of generation, and their size.
 
-        With latent attention the cache holds what keys and values are made of, as one head.
+        With latent attention the cache holds the latent vector, as one head.
         """
         if self.latent is None:
             return self.num_kv_heads, self.head_dim

@@ -20,7 +20,7 @@ _COUNT = "a whole number from 0 to 2**31 - 1"
 
 
 class _Wanted(NamedTuple):
-    """What the values of some keys must be."""
+    """The type and the bounds of some keys."""
 
     keys: tuple[str, ...]
     kind: Any
@@ -106,10 +106,10 @@ def bad_value(hf: Mapping[str, Any]) -> BadValue | None:
     for key, value in hf.items():
         if isinstance(value, int) and abs(value) > _LARGEST:
             return BadValue(key, shown(value), "a number that float32 can hold")
-    found = _not_positive(hf, _POSITIVE, "")
+    bad = _not_positive(hf, _POSITIVE, "")
     for rope in ("rope_parameters", "rope_scaling"):
-        found = found or _not_positive(hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
-    return found
+        bad = bad or _not_positive(hf.get(rope) or {}, _POSITIVE_ROPE, f"{rope}.")
+    return bad
 
 
 def check_hf_config(hf: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ _POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION, SCHEDULE),
     "full": jax.checkpoint_policies.save_only_these_names(SCHEDULE),
 }
-# They compute nothing. What they made of a value that is not kept would be kept in its place.
+# They compute nothing. Their results would be kept in place of a value that is not kept.
 _PLACING = (
     jax.lax.dynamic_slice_p,
     jax.lax.optimization_barrier_p,
@@ -54,7 +54,7 @@ class Block(Layer):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     `config.norms` puts a norm behind attention and MLP, in place of those before or with them.
-    In float8 a norm converts what attention and a dense MLP read. Other modules read the dtype.
+    In float8 a norm converts the input of attention and of a dense MLP. Other modules read `dtype`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Block(Layer):
         return x_BTD + self._addend(scattered(mixed_BTD), self.mlp_out_norm), new_cache, routed
 
     def _read(self, x_BTD: jax.Array, norm: RMSNorm | None) -> Any:
-        """What attention or MLP reads; without a norm the residual stream in their dtype."""
+        """The input of attention or MLP; without a norm the residual stream in their dtype."""
         if norm is not None:
             return norm(x_BTD)
         assert self.attention_out_norm is not None
@@ -165,7 +165,7 @@ class Block(Layer):
 def _mixer(
     config: ModelConfig, *, kind: tuple[int | None, int | None], form: Form, dtype: DTypeLike
 ) -> Attention | LatentAttention | GatedDeltaNet:
-    """What mixes the tokens of a layer."""
+    """The attention or the gated delta rule of a layer."""
     if config.delta is not None and kind[1] == LINEAR:
         return GatedDeltaNet(config, config.delta, form=form, dtype=dtype)
     if config.latent is not None:
@@ -173,7 +173,7 @@ def _mixer(
     return Attention(config, kind=kind, form=form, dtype=dtype)
 
 
-# Runs layers, in their order, on the residual stream [B, T, D]; what their routers did comes too.
+# Runs layers, in order, on the residual stream [B, T, D]; returns their routers' statistics too.
 RunLayers = Callable[[list[Block], jax.Array], tuple[jax.Array, Routed | None]]
 
 
@@ -215,14 +215,14 @@ class Decoder(Layer):
         run_layers: RunLayers | None = None,
         routing: Routing | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
-        """Hidden states after the final norm [B, T, D], a new cache a layer, and what routers did.
+        """Hidden states after the final norm [B, T, D], new caches, and routers' statistics.
 
         `remat`: see `Remat`. `scan` runs one compiled layer, or one period of a pattern of layers,
         in a loop over stacked weights. The program is smaller, but the weights are copied. The
         layers after the last whole period run one by one. `residual_dtype` is the dtype of the
-        residual stream; None takes that of the parameters. `run_layers` computes the layers in
-        another way, but for leading dense ones. `routing` is for layers of experts; what their
-        routers did has these layers as its first dim.
+        residual stream; None takes the parameters'. `run_layers` computes the layers in another
+        way, but for leading dense ones. `routing` is for layers of experts, which are the first dim
+        of their routers' statistics.
 
         Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers that repeat no pattern.
@@ -352,27 +352,27 @@ def scanned(
     of_layers: Sequence[Any],
     x_BTD: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    """The residual stream after `run(kind, x, of_layer)` of all layers, and what these found.
+    """The residual stream after `run(kind, x, of_layer)` of all layers, and their other results.
 
     The layers of a whole period of their kinds are a step of a loop. Those after the last one run
-    one by one. What they found has the layers as its first dim.
+    one by one. Other results have the layers as their first dim.
 
     Raises: ValueError for kinds that repeat no pattern.
     """
     period = period_of(kinds)
     whole = len(kinds) - len(kinds) % period
-    # For each layer of a period, what those of all periods have.
+    # For each layer of a period, the values of all periods.
     stacked = [
         jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers[j:whole:period])
         for j in range(period)
     ]
 
     def body(x_BTD: jax.Array, of_layers: Sequence[Any]) -> tuple[jax.Array, tuple[Any, ...]]:
-        found = []
+        others = []
         for kind, of_layer in zip(kinds, of_layers, strict=False):
             x_BTD, of_one = run(kind, x_BTD, of_layer)
-            found.append(of_one)
-        return x_BTD, tuple(found)
+            others.append(of_one)
+        return x_BTD, tuple(others)
 
     x_BTD, of_periods = jax.lax.scan(body, x_BTD, tuple(stacked))
     x_BTD, of_others = body(x_BTD, of_layers[whole:])

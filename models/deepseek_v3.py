@@ -39,11 +39,11 @@ def config_from_hf(hf: Mapping[str, Any], family: str = NAME) -> ModelConfig:
         rope_dim=value_of(hf, "qk_rope_head_dim", 64),
         value_dim=value_of(hf, "v_head_dim", 128),
     )
-    # The files' head_dim is that of rope.
+    # The files' head_dim counts the dims with rope.
     whole = value_of(hf, "qk_nope_head_dim", 128) + latent.rope_dim
-    given = {"num_key_value_heads": heads} | dict(hf) | {"head_dim": whole}
+    keys = {"num_key_value_heads": heads} | dict(hf) | {"head_dim": whole}
     return ModelConfig(
-        **common.common_from_hf(given, family, max_position_embeddings=4096),
+        **common.common_from_hf(keys, family, max_position_embeddings=4096),
         interleaved_rope=bool(hf.get("rope_interleave", True)),
         latent=latent,
         mixture=_mixture(hf),
@@ -144,8 +144,8 @@ def _attention_names(config: ModelConfig, latent: Latent, path: Path, prefix: st
 
 def predicts_further(config: ModelConfig, name: str) -> bool:
     """Whether a tensor belongs to a multi-token prediction layer."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= config.num_layers
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= config.num_layers
 
 
 def _parts(config: ModelConfig) -> tuple[Latent, Mixture]:

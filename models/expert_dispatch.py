@@ -1,8 +1,8 @@
-"""How the rows of split experts travel between devices: sizes alone, without jax."""
+"""Sizes of the exchange of rows between devices with split experts. Imports no jax."""
 
 import math
 
-SLACK = 1.25  # rows of a round over those of even loads
+SLACK = 1.25  # rows of a round over the rows of even loads
 
 
 def round_rows(rows: int, devices: int) -> int:
@@ -13,7 +13,7 @@ def round_rows(rows: int, devices: int) -> int:
 def exchanges_rows(tokens: int, experts_of_token: int, devices: int, itemsize: int) -> bool:
     """Whether one round moves fewer bytes than a gather of all tokens does.
 
-    `tokens` are those of a device, and `itemsize` is that of their dtype. A round brings each
+    `tokens` counts the tokens of a device, and `itemsize` is their dtype's. A round brings each
     device `round_rows` rows of inputs from every other one, and as many outputs. A gather brings
     the tokens of the others, and in float32 the sums of its own tokens from them.
     """

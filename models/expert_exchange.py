@@ -28,23 +28,23 @@ def rows_by_exchange(
 ) -> jax.Array:
     """The outputs [P, D] of the chosen experts, 0 for padding, inside a shard_map over `axes`.
 
-    `kernels` are those of this device's experts. `chosen_NK` counts the experts of all devices;
-    whatever is no expert is padding.
+    `kernels` belong to this device's experts. `chosen_NK` counts the experts of all devices; other
+    numbers are padding.
     """
     plan = _plan(chosen_NK, kernels[0].kernel.shape[0], axes)
     return checkpoint_name(_exchanged(x_ND, kernels, plan, axes), PROJECTION)
 
 
 class _Plan(NamedTuple):
-    """Where each row of this device goes."""
+    """The place of each row of this device in the exchange."""
 
-    expert_P: jax.Array  # its number on the device that has it; E for padding
+    expert_P: jax.Array  # number of the expert on its device; E for padding
     rows_P: jax.Array  # the rows, by device and expert; padding at the end
     counts_G: jax.Array  # rows of a device
-    starts_G: jax.Array  # where they begin in `rows_P`
-    round_P: jax.Array  # in which a row goes; -1 for padding
-    slot_P: jax.Array  # as which of the S rows
-    rounds: jax.Array  # of all devices
+    starts_G: jax.Array  # begin of each device's rows in `rows_P`
+    round_P: jax.Array  # round of a row; -1 for padding
+    slot_P: jax.Array  # place of a row among the S rows of a round
+    rounds: jax.Array  # number of rounds, equal on all devices
 
     @property
     def round_rows(self) -> int:
@@ -62,7 +62,7 @@ def _plan(chosen_NK: jax.Array, num: int, axes: Axes) -> _Plan:
     place_P = jnp.zeros_like(rows_P).at[rows_P].set(jnp.arange(P), unique_indices=True)
     counts_G = (device_P[:, None] == jnp.arange(G)).sum(axis=0, dtype=jnp.int32)
     starts_G = jnp.cumsum(counts_G) - counts_G
-    number_P = place_P - starts_G[jnp.minimum(device_P, G - 1)]  # among those of its device
+    number_P = place_P - starts_G[jnp.minimum(device_P, G - 1)]  # among its device's rows
     return _Plan(
         expert_P=jnp.where(is_expert_P, chosen_P % num, num),
         rows_P=rows_P,
@@ -99,8 +99,8 @@ def _exchanged_backward(axes: Axes, residuals: Any, gradient_PD: jax.Array) -> A
         now: Any = tuple(w.with_learned(own) for w, own in zip(kernels, learned, strict=True))
         return _remote(x_SD, now, expert_S, axes)
 
-    def one_round(number: jax.Array, found: Any) -> Any:
-        of_x_PD, of_learned = found
+    def one_round(number: jax.Array, sums: Any) -> Any:
+        of_x_PD, of_learned = sums
         x_SD, expert_S, rows_S = _sent(x_ND, kernels, plan, number)
         _, gradient = jax.vjp(partial(remote, expert_S=expert_S), x_SD, learned)
         of_x_SD, of_round = gradient(_taken(gradient_PD, rows_S))
@@ -126,7 +126,7 @@ _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 def _sent(
     x_ND: jax.Array, kernels: Kernels, plan: _Plan, number: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What this device sends in a round, 0 in empty places: inputs, experts, and which rows."""
+    """The inputs that this device sends in a round, 0 in empty places, their experts and rows."""
     P, C = plan.rows_P.shape[0], plan.round_rows
     within_C = number * C + jnp.arange(C)
     place_GC = plan.starts_G[:, None] + within_C

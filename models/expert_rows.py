@@ -40,7 +40,7 @@ class Stacked:
     scale: float = field(default=1.0, metadata={"static": True})
     merged: bool = field(default=False, metadata={"static": True})
     bias: Any = None  # [E, outputs]; `down` has none here, see `Experts`
-    # Of `gate`: with a limit experts compute `clamped_swiglu`.
+    # Limit of `gate`: with one, experts compute `clamped_swiglu`.
     limit: float | None = field(default=None, metadata={"static": True})
 
     @property
@@ -105,14 +105,14 @@ class Stack(Layer):
     adapter: Any = None  # see lora.py
 
     def weights(self, dtype: DTypeLike) -> Stacked:
-        """What a pass in `dtype` computes with."""
+        """The weights of a pass in `dtype`."""
         bias = None if self.bias is None else self.bias[...]
         kernel: Any = self.kernel.get_value()
         if self.scale is not None and isinstance(kernel, jax.Array):
             kernel = Quantized(kernel, self.scale[...])
         if self.adapter is not None:
-            found: Stacked = self.adapter.weights(kernel, dtype)
-            return replace(found, bias=bias)
+            adapted: Stacked = self.adapter.weights(kernel, dtype)
+            return replace(adapted, bias=bias)
         if not isinstance(kernel, Quantized):
             kernel = self.kernel[...].astype(dtype)
         return Stacked(kernel, bias=bias)
@@ -153,8 +153,8 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 def _multiplied(x_M: jax.Array, kernel: Any, sizes_E: jax.Array) -> jax.Array:
     """The rows times the weights of their experts, which are an array or a `Quantized`."""
     if isinstance(kernel, Quantized):
-        found: jax.Array = _quantized(x_M, kernel.values, kernel.scale, sizes_E)
-        return found
+        y_M: jax.Array = _quantized(x_M, kernel.values, kernel.scale, sizes_E)
+        return y_M
     return grouped_matmul(x_M, kernel, sizes_E)
 
 
@@ -192,8 +192,8 @@ def _adapted(
     """x times the weights of experts, an array or a `Quantized`, plus x a b."""
     values = kernel.values if isinstance(kernel, Quantized) else kernel
     if frozen_matmul_pays(x_M, values, a.shape[2]):
-        found: jax.Array = _adapted_at_once(x_M, kernel, a, b, sizes_E)
-        return found
+        y_M: jax.Array = _adapted_at_once(x_M, kernel, a, b, sizes_E)
+        return y_M
     return _multiplied(x_M, kernel, sizes_E) + _low_rank(x_M, a, b, sizes_E)
 
 
@@ -262,7 +262,7 @@ def _chosen(rows: int, sizes_E: jax.Array) -> jax.Array:
 def _merged(
     x_M: jax.Array, kernel: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Array
 ) -> jax.Array:
-    """x times `kernel`, which is some weights + a b; the gradients are those of x, a and b."""
+    """x times `kernel`, which is some weights + a b; gradients go to x, a and b."""
     return grouped_matmul(x_M, kernel, sizes_E)
 
 

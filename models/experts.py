@@ -31,7 +31,7 @@ from jaxrl_llm.models.layers import FROZEN, MLP, Form, Layer, Projection, is_flo
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a pass says about its tokens to the routers of all layers."""
+    """Which tokens are real, and experts that replace the choice of the routers of all layers."""
 
     real_BT: jax.Array | None = None  # bool; False is padding. None: every token is real
     # Experts to take in place of the router's own choice; -1 leaves it to the router.
@@ -49,7 +49,7 @@ class Routing:
         return Routing(real_BT=self.real_BT, chosen_BTLK=self.chosen_BTLK[:, :, layer])
 
     def whole(self, x_BTD: jax.Array, mixture: Mixture) -> "Routing":
-        """The routing of one layer with both arrays, which say nothing where none was given."""
+        """The routing of one layer with both arrays; absent ones get neutral values."""
         real_BT, chosen_BTK = self.real_BT, self.chosen_BTLK
         if real_BT is None:
             real_BT = jnp.ones(x_BTD.shape[:2], bool)
@@ -59,29 +59,29 @@ class Routing:
 
 
 class Routed(NamedTuple):
-    """What the router of a layer did; sums over real tokens, float32."""
+    """Statistics of a layer's router: sums over real tokens, float32."""
 
     counts_E: jax.Array  # tokens that chose the expert
     probs_E: jax.Array  # probabilities of the expert
-    squares: jax.Array  # of the log of the sum of exp(logits)
+    squares: jax.Array  # squared log-sum-exp of the logits
     tokens: jax.Array
     chosen_BTK: jax.Array | None  # int32; E for padding. None in a pipeline, which keeps sums alone
-    # Tokens that the router would send to the expert, also where other experts were given. None
-    # without a balance bias, which is all that reads it.
+    # Tokens that the router itself would send to the expert, also where `Routing` replaced its
+    # choice. None without a balance bias, its only reader.
     own_counts_E: jax.Array | None = None
 
     @property
     def sums(self) -> "Routed":
-        """Without what has an entry a token."""
+        """The statistics without the choices of single tokens."""
         return self._replace(chosen_BTK=None)
 
 
 class Choice(NamedTuple):
-    """What a router says of each token; experts are int32, E for padding."""
+    """A router's choice for each token; experts are int32, E for padding."""
 
     weights_BTK: jax.Array
     chosen_BTK: jax.Array
-    own_BTK: jax.Array  # those of its own, where others were given
+    own_BTK: jax.Array  # the router's own choice, also where `Routing` replaced it
     logits_BTE: jax.Array
 
 
@@ -110,7 +110,7 @@ class Router(Layer):
             setattr(self, BALANCE, parameter(shape[1:], ("norm",), "zeros", jnp.float32))
 
     def __call__(self, x_BTD: jax.Array, routing: Routing) -> Choice:
-        """What the router says of each token. Any dims may be in place of B and T."""
+        """Choose the experts of each token. Any dims may be in place of B and T."""
         E, K = self.mixture.num_experts, self.mixture.experts_per_token
         logits_BTE = jnp.einsum(
             "...D,DE->...E",
@@ -125,9 +125,9 @@ class Router(Layer):
         _, own_BTK = jax.lax.top_k(jax.lax.stop_gradient(self._for_choice(scores_BTE)), K)
         chosen_BTK = own_BTK
         if routing.chosen_BTLK is not None:
-            given_BTK = routing.chosen_BTLK.astype(jnp.int32)
-            is_given = (given_BTK >= 0) & (given_BTK < E)
-            chosen_BTK = jnp.where(is_given, given_BTK, chosen_BTK)
+            replayed_BTK = routing.chosen_BTLK.astype(jnp.int32)
+            is_replayed = (replayed_BTK >= 0) & (replayed_BTK < E)
+            chosen_BTK = jnp.where(is_replayed, replayed_BTK, chosen_BTK)
         weights_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, axis=-1)
         if self.mixture.normalized:
             weights_BTK /= weights_BTK.sum(axis=-1, keepdims=True)
@@ -140,7 +140,7 @@ class Router(Layer):
         return Choice(weights_BTK, chosen_BTK, own_BTK, logits_BTE)
 
     def routed(self, choice: Choice, routing: Routing) -> Routed:
-        """Sums over real tokens of what the router said."""
+        """Sums over real tokens of the choices."""
         E, logits_BTE = self.mixture.num_experts, choice.logits_BTE
         real_BT = routing.real_BT
         if real_BT is None:
@@ -168,7 +168,7 @@ class Router(Layer):
         return scores_BTE, scores_BTE / scores_BTE.sum(axis=-1, keepdims=True)
 
     def _for_choice(self, scores_BTE: jax.Array) -> jax.Array:
-        """What the choice takes the largest of; groups that are not open have -inf."""
+        """The values whose largest are chosen; groups that are not open have -inf."""
         if self.mixture.scores == "sigmoid":
             scores_BTE = scores_BTE + getattr(self, BALANCE)[...]
         groups, open_groups = self.mixture.num_groups, self.mixture.groups_per_token
@@ -220,7 +220,7 @@ class Experts(Layer):
     def __call__(
         self, x_BTD: jax.Array, routing: Routing | None = None
     ) -> tuple[jax.Array, Routed]:
-        """The layer's output [B, T, D], and what its router did."""
+        """The layer's output [B, T, D], and the statistics of its router."""
         routing = routing or Routing()
         choice = self.router(x_BTD, routing)
         weights_BTK, chosen_BTK = choice.weights_BTK, choice.chosen_BTK
@@ -465,7 +465,7 @@ def _one_by_one(
 ) -> jax.Array:
     """The weighted sum over the chosen experts, float32: each computes all rows, in their order.
 
-    The gradient is that of `_own_experts`, which computes the rows of each expert alone.
+    The gradient equals `_own_experts`', which computes the rows of each expert alone.
     """
 
     def add(y_CD: jax.Array, expert: Any) -> tuple[jax.Array, None]:
@@ -473,8 +473,8 @@ def _one_by_one(
         chose_CK = chosen_CK == number
         weight_C1 = jnp.where(chose_CK, weights_CK, 0).sum(axis=1, keepdims=True)
         found_CD = computed_experts(x_CD, one, jnp.full(1, len(x_CD), jnp.int32))
-        given, found_CD = jax.lax.optimization_barrier((y_CD, found_CD.astype(jnp.float32)))
-        return jnp.where(chose_CK.any(axis=1)[:, None], given + found_CD * weight_C1, given), None
+        sum_CD, found_CD = jax.lax.optimization_barrier((y_CD, found_CD.astype(jnp.float32)))
+        return jnp.where(chose_CK.any(axis=1)[:, None], sum_CD + found_CD * weight_C1, sum_CD), None
 
     # A dim of one expert, of which a grouped matmul makes a plain one.
     each = jax.tree.map(lambda w: w[:, None], kernels)

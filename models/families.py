@@ -31,7 +31,7 @@ from jaxrl_llm.models.hf import Names
 
 
 class Family(Protocol):
-    """What the module of a family defines."""
+    """The functions of a family's module."""
 
     ARCHITECTURES: dict[Kind, str]
 
@@ -73,8 +73,8 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
 
 _IMAGES = "an image encoder; its language model alone may be supported"
 _LAYER_NORMS = "LayerNorm with biases"
-# What an architecture needs that is not here, by the start of its name or its model_type, without
-# underscores and in any case. The first one counts.
+# Missing features of architectures, by the start of their name or model_type, without underscores
+# and in any case. The first one counts.
 MISSING: dict[str, str] = {
     "Gemma3n": "per-layer embeddings and alternating updates",
     "Gemma3ForConditionalGeneration": _IMAGES,
@@ -123,8 +123,8 @@ def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     if not named and hf.get("model_type") in FAMILIES:
         return hf["model_type"], "causal_lm"
     what = ", ".join(named) or f"model_type {hf.get('model_type')!r}"
-    given = (named or [str(hf.get("model_type"))])[0].replace("_", "").lower()
-    lacks = (missing for start, missing in MISSING.items() if given.startswith(start.lower()))
+    plain = (named or [str(hf.get("model_type"))])[0].replace("_", "").lower()
+    lacks = (missing for start, missing in MISSING.items() if plain.startswith(start.lower()))
     lack = next((f" (it needs {missing})" for missing in lacks), "")
     raise ValueError(
         f"architecture {what} is not supported{lack}: supported are {', '.join(ARCHITECTURES)}"

@@ -63,10 +63,10 @@ class Quantized:
 def quantize(kernel: jax.Array, contract: int) -> Quantized:
     """A kernel whose first `contract` dims are inputs, in float8; `OF_EXPERTS` is for theirs."""
     axis = 1 if contract == OF_EXPERTS else tuple(range(contract))
-    found = to_float8(kernel, axis=axis, powers_of_two=True)
+    scaled = to_float8(kernel, axis=axis, powers_of_two=True)
     if contract == OF_EXPERTS:
-        return Quantized(*found)
-    return Quantized(found.values, found.scale.reshape(kernel.shape[contract:]))
+        return Quantized(*scaled)
+    return Quantized(scaled.values, scaled.scale.reshape(kernel.shape[contract:]))
 
 
 def quantized_matmul(
@@ -128,7 +128,7 @@ def is_frozen(module: Any) -> bool:
 
 
 def inputs_of(module: Tree) -> int:
-    """How many dims of such a projection's kernel are inputs, or `OF_EXPERTS`.
+    """The number of input dims of a frozen projection's kernel, or `OF_EXPERTS`.
 
     They are the first ones of a frozen projection.
     """
@@ -162,7 +162,7 @@ def _freezing(inputs: int, place: Sharding, scale_place: Sharding) -> Callable[.
 
 
 def quantized_as(abstract: Tree, tree: Tree) -> Tree:
-    """Parameters whose projections are frozen where those of `abstract` are. Call it inside jit."""
+    """Parameters with frozen projections where `abstract` has them. Call it inside jit."""
     if is_frozen(abstract):
         kernel = quantize(tree[KERNEL], inputs_of(abstract))
         return tree | {KERNEL: kernel.values, SCALE: kernel.scale}

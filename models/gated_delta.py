@@ -38,7 +38,7 @@ DECAY = ("log_speed", "decay_bias")
 class GatedDeltaNet(Layer):
     """A short convolution, the gated delta rule, and a gated norm of its output.
 
-    Heads are split as those of attention: an axis of the mesh divides both kinds. In merged form,
+    Heads are split like attention's: an axis of the mesh divides both kinds. In merged form,
     all input projections are one kernel; see `base.merge_projections`. There is no float8 form.
     """
 

@@ -17,7 +17,7 @@ ARCHITECTURES: dict[Kind, str] = {
 
 
 def features(hidden_size: int) -> dict[str, Any]:
-    """What every Gemma has."""
+    """The features of every Gemma."""
     return {
         "unit_offset": True,
         "activation": "gelu_tanh",

@@ -41,7 +41,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
-    # Of this family an absent factor means 0.5.
+    # An absent factor means 0.5 in this family.
     partial = {"partial_rotary_factor": config.rotary_factor}
     hf["rope_parameters"] |= partial
     hf["pad_token_id"] = None  # transformers' default needs the published vocabulary

@@ -27,12 +27,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The config from config.json's keys. Raises: ValueError for an unsupported feature."""
     common.refuse_unless(hf, "granite", attention_bias=False, mlp_bias=False)
     fields = common.common_from_hf(hf, "granite", max_position_embeddings=2048)
-    given: dict[str, Any] = {name: float(common.positive(hf, name, 1.0)) for name in MULTIPLIERS}
-    return ModelConfig(**fields, **given)
+    factors: dict[str, Any] = {name: float(common.positive(hf, name, 1.0)) for name in MULTIPLIERS}
+    return ModelConfig(**fields, **factors)
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json, without the tokenizer's."""
     hf = common.common_to_hf(config, kind, ARCHITECTURES)
-    given = {name: getattr(config, name) for name in MULTIPLIERS}
-    return {**hf, **given, "attention_bias": False, "mlp_bias": False}
+    factors = {name: getattr(config, name) for name in MULTIPLIERS}
+    return {**hf, **factors, "attention_bias": False, "mlp_bias": False}

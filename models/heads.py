@@ -23,7 +23,7 @@ class _WithDecoder(Layer):
     decoder: Decoder
 
     def __call__(self, *arguments: Any, **options: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Hidden states [B, T, D] and the new cache; takes what `routed` takes."""
+        """Hidden states [B, T, D] and the new cache; the arguments are `routed`'s."""
         hidden_BTD, new_cache, _ = self.routed(*arguments, **options)
         return hidden_BTD, new_cache
 
@@ -40,7 +40,7 @@ class _WithDecoder(Layer):
         run_layers: RunLayers | None = None,
         routing: Routing | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
-        """Hidden states, the new cache, and what the routers did; see `Decoder.__call__`."""
+        """Hidden states, the new cache, and routers' statistics; see `Decoder.__call__`."""
         hidden_BTD, cache, routed = self.decoder(
             tokens_BT,
             positions_BT,

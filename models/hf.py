@@ -1,4 +1,4 @@
-"""What Hugging Face's Llama-like families have in common: tensor names and config keys.
+"""Tensor names and config keys that Hugging Face's Llama-like families have in common.
 
 The module of a family calls these functions and adds its own features. Nothing here reads a file or
 imports transformers: the functions take and return dicts.
@@ -22,8 +22,8 @@ class HFTensor:
 
     Their array has `shape`. Ours is theirs, transposed if `transpose`, then reshaped to
     `our_shape`. Arrays may be numpy's or jax's. A fused tensor of theirs holds several of ours:
-    then `shape` is that of our part, which begins at `first_row` of `of_rows`. Or it holds columns
-    of several in turn: then `shape` is that of our part, every `of_turns`-th column from `turn` on.
+    then `shape` is our part's, which begins at `first_row` of `of_rows`. Or it holds columns of
+    several in turn: then `shape` is our part's, every `of_turns`-th column from `turn` on.
     With `groups`, their rows are as many equal groups, in each of which our part has rows.
 
     Guarantees: both directions only move elements, so a round trip is exact in any dtype.
@@ -38,7 +38,7 @@ class HFTensor:
     groups: int = 1
     turn: int = 0
     of_turns: int = 1
-    dtype: str | None = None  # of both arrays, whatever that of the model is
+    dtype: str | None = None  # dtype of both arrays; None: the model's
 
     @property
     def is_part(self) -> bool:
@@ -85,7 +85,7 @@ class HFTensor:
         return np.concatenate(parts, axis=1).reshape(self.whole_shape)
 
     def in_turns(self, arrays: Sequence[Any]) -> Any:
-        """Their whole tensor from that of each turn, in numpy."""
+        """Their whole tensor from the array of each turn, in numpy."""
         return np.stack(arrays, axis=-1).reshape(self.whole_shape)
 
     @property
@@ -227,7 +227,7 @@ def _attention_names(config: ModelConfig, path: Path, prefix: str) -> Names:
 
 def fused(names: Names, **parts: tuple[str, ...]) -> Names:
     """The names with fused projections: `gate_up_proj=("gate", "up")` holds both, in that order."""
-    found = dict(names)
+    renamed = dict(names)
     for name, own in parts.items():
         for path in [path for path in names if path[-2:] == (own[0], "kernel")]:
             paths = [(*path[:-2], part, "kernel") for part in own]
@@ -235,30 +235,30 @@ def fused(names: Names, **parts: tuple[str, ...]) -> Names:
             rows = [tensor.shape[0] for tensor in tensors]
             for i, (each, tensor) in enumerate(zip(paths, tensors, strict=True)):
                 theirs = tensor.name.replace(f"{own[i]}_proj", name)
-                found[each] = replace(
+                renamed[each] = replace(
                     tensor, name=theirs, first_row=sum(rows[:i]), of_rows=sum(rows)
                 )
-    return found
+    return renamed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Which of our parameters a tensor of theirs holds, or a part of one."""
+    """One of our parameters that a tensor of theirs holds, or a part of one."""
 
     path: Path
-    index: int  # of the expert; 0 where the tensor holds the whole parameter
+    index: int  # number of the expert; 0 where the tensor holds the whole parameter
     tensor: HFTensor
 
 
 def stored_parts(names: Mapping[Path, HFTensor | HFStack]) -> dict[str, list[StoredPart]]:
     """The parameters of each tensor of theirs, in the order of their rows or columns."""
-    found: dict[str, list[StoredPart]] = {}
+    parts_of: dict[str, list[StoredPart]] = {}
     for path, ours in names.items():
         for index, tensor in enumerate(ours.parts):
-            found.setdefault(tensor.name, []).append(StoredPart(path, index, tensor))
+            parts_of.setdefault(tensor.name, []).append(StoredPart(path, index, tensor))
     return {
         name: sorted(parts, key=lambda part: (part.tensor.first_row, part.tensor.turn))
-        for name, parts in found.items()
+        for name, parts in parts_of.items()
     }
 
 
@@ -291,8 +291,8 @@ def common_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[
     rotary_factor = 1.0
     if "partial_rotary_factor" in defaults:
         rotary_factor = _partial_rotary(hf) or defaults["partial_rotary_factor"]
-    elif (given := _partial_rotary(hf) or 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor {given} is not supported: only 1.0 is")
+    elif (factor := _partial_rotary(hf) or 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor {factor} is not supported: only 1.0 is")
     theta, scaling = rope_from_hf(hf, max_positions, defaults.get("rope_theta", 10000.0))
     return {
         "family": family,
@@ -354,8 +354,8 @@ def _rope_keys(hf: Mapping[str, Any]) -> Any:
 def _partial_rotary(hf: Mapping[str, Any]) -> float | None:
     """The share of a head that rope rotates, if the config gives one."""
     rope, key = _rope_keys(hf), "partial_rotary_factor"
-    given = (rope.get(key) if isinstance(rope, Mapping) else None) or hf.get(key)
-    return None if given is None else positive({key: given}, key, 1.0)
+    factor = (rope.get(key) if isinstance(rope, Mapping) else None) or hf.get(key)
+    return None if factor is None else positive({key: factor}, key, 1.0)
 
 
 def positive(hf: Mapping[str, Any], key: str, default: float) -> Any:
@@ -407,26 +407,26 @@ def _scaling_from_hf(
     scaling: type[RopeScaling], rope: Mapping[str, Any], hf: Mapping[str, Any], max_positions: int
 ) -> RopeScaling:
     """The scaling with transformers' values for absent keys. A null value counts as absent."""
-    found = {field.name: rope.get(field.name) for field in fields(scaling)}
+    values = {field.name: rope.get(field.name) for field in fields(scaling)}
     key = "original_max_position_embeddings"
-    if key in found:
+    if key in values:
         # Phi-3's configs have this key outside, where transformers gives it precedence.
-        lengths = (hf.get(key), found[key], max_positions)
-        original = found[key] = next(length for length in lengths if length is not None)
+        lengths = (hf.get(key), values[key], max_positions)
+        original = values[key] = next(length for length in lengths if length is not None)
         if not is_positive(original):
             raise ValueError(f"config.json has {key}={original!r}: give a positive number")
-        if scaling.kind in ("yarn", "longrope") and found["factor"] is None:
-            found["factor"] = max_positions / original
-    given: dict[str, Any] = {
+        if scaling.kind in ("yarn", "longrope") and values["factor"] is None:
+            values["factor"] = max_positions / original
+    present: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
-        for key, value in found.items()
+        for key, value in values.items()
         if value is not None
     }
-    if missing := [key for key in scaling.required() if key not in given]:
+    if missing := [key for key in scaling.required() if key not in present]:
         raise ValueError(
             f"config.json has rope type {scaling.kind!r} without {', '.join(missing)}: add it"
         )
-    return scaling(**given)
+    return scaling(**present)
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """config.json keys and tensor names of hybrid families: layers of a gated delta rule.
 
-The module of a family calls these functions, as it calls those of hf.py. Imports no jax.
+The module of a family calls these functions, as it calls hf.py's. Imports no jax.
 
 Shape letters: D hidden, G key heads, N value heads, H dims of a key, V of a value, W tokens of the
 convolution.
@@ -29,7 +29,7 @@ APART: Tensors = {
 def fields_from_hf(hf: Mapping[str, Any], family: str, **defaults: Any) -> dict[str, Any]:
     """The ModelConfig fields of a hybrid family; `defaults` are values of missing keys.
 
-    Raises: ValueError for what is not implemented.
+    Raises: ValueError for a feature that is not implemented.
     """
     common.refuse_unless(hf, family, attention_bias=False, attn_output_gate=True)
     own = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}

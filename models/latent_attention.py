@@ -7,7 +7,7 @@ step attends to these, as to one KV head. What would make keys of them multiplie
 what would make values multiplies the output.
 
 Shape letters: B batch, T tokens, D hidden, N heads, H dims of a query and key, C their dims without
-rope, P those with rope, V dims of a value, R size of the small vector, S that of the queries' one,
+rope, P dims with rope, V dims of a value, R size of the small vector, S size of the queries' one,
 X another size.
 """
 
@@ -33,7 +33,7 @@ from jaxrl_llm.models.layers import (
 )
 from jaxrl_llm.models.rope import YarnRope
 
-_EPS = 1e-6  # of the two norms, whatever the config's is
+_EPS = 1e-6  # epsilon of the two norms, whatever the config's is
 
 
 class LatentAttention(Layer):
@@ -141,7 +141,7 @@ class LatentAttention(Layer):
 
 
 def _stored(small_BTR: jax.Array, k_BT1P: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the cache holds as the key and the value of a token, one head each."""
+    """The key and the value of a token in the cache, one head each."""
     small_BT1R = small_BTR[:, :, None]
     k_BT1X = jnp.concatenate([small_BT1R, k_BT1P], axis=-1)
     return k_BT1X, _padded(small_BT1R, k_BT1X.shape[-1])

@@ -35,7 +35,7 @@ from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.weight import Weight, weight_matmul
 from jaxrl_llm.numerics import rms_norm, to_every_token
 
-# How a model holds its projections. "separate": one kernel each. "merged": one kernel for those
+# The form of a model's projections. "separate": one kernel each. "merged": one kernel for several
 # that read the same input. "float8": merged and in float8. "float8_separate": one kernel each, in
 # float8, for heads that are split. See `base.merge_projections` and `base.quantize_projections`.
 # "frozen_separate": one kernel each, frozen in float8 below adapters; see frozen.py.
@@ -161,15 +161,15 @@ def multiply(
         matmul, kernel = partial(weight_matmul, kernel, dot=dot), kernel.computed
     if joined:
         kernel = kernel.reshape(*kernel.shape[:contract], -1)
-    found: Any = matmul(x, kernel, contract)
-    return found
+    y: Any = matmul(x, kernel, contract)
+    return y
 
 
 class Float8Projection(Layer):
     """A projection with kernel and input in float8_e4m3fn, scaled for each output and each token.
 
     The kernel is [*outputs, *inputs], the layout that the tensor cores read fastest. The arguments
-    are those of `Projection`; `dtype` is the dtype of the input and of the result.
+    are `Projection`'s; `dtype` is the dtype of the input and of the result.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ def gathering(project: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]
     if layout is None or layout.size("residual") == layout.size("tokens"):
         return project
     run = jax.checkpoint(lambda x_BTD: project(layout.constrain(x_BTD, "batch", "tokens", None)))
-    # What is kept has a layout of its own. Otherwise the partitioner gives it that of its use.
+    # The kept value has a layout of its own. Otherwise the partitioner gives it its user's.
     return lambda x_BTD: run(layout.constrain(x_BTD, "batch", "residual", None))
 
 
@@ -473,7 +473,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
     """Cosine and sine for every position and rotated pair, float32 [B, T, 1, pairs].
 
-    With `local_rope_theta`, those of layers with a window follow.
+    With `local_rope_theta`, the tables of layers with a window follow.
     """
 
     def tables(frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:

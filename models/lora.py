@@ -3,7 +3,7 @@
 LoRA: arXiv:2106.09685. rsLoRA: arXiv:2312.03732. DoRA: arXiv:2402.09353.
 A module with an adapter computes with W + scale * A B in place of its weights W. Only A and B
 learn; DoRA also learns the norm of each output. The parameters of an adapted model are two trees of
-nested dicts that are joined for a pass: the base, and what learns.
+nested dicts that are joined for a pass: the base, and the weights that learn.
 
 Shape letters: D the module's inputs, R rank, F its outputs.
 """
@@ -33,7 +33,7 @@ MAGNITUDE = "magnitude"  # DoRA's norms, which stay float32
 DROPOUT = "dropout"  # entry of the parameters in an update: its random key for dropout
 # Maps a module to the module that owns its shared A.
 SHARED_WITH = {"q": "k", "v": "k", "k": "gate", "up": "gate", "rate": "decay"}
-HEAD = "score"  # of a scalar model: it learns in full
+HEAD = "score"  # head of a scalar model: it learns in full
 
 Tree = Any  # nested dicts of arrays with str keys
 Path = tuple[str, ...]
@@ -48,8 +48,8 @@ class Lora:
     modules: frozenset[str]  # Hugging Face names, such as model.layers.0.self_attn.q_proj
     rslora: bool = False
     dora: bool = False
-    dropout: float = 0.0  # of the inputs, while learning
-    dtype: str = "float32"  # of A, B and what else learns
+    dropout: float = 0.0  # dropout rate of the inputs, while learning
+    dtype: str = "float32"  # dtype of A, B and other weights that learn
     merge: bool = True  # compute with W + scale * A B, rounded; False computes A B apart
 
     @property
@@ -76,7 +76,7 @@ class Lora:
         return any(name.rpartition(".")[2] in ends for name in self.modules)
 
     def check(self) -> None:
-        """Raises: ValueError for what cannot be computed together."""
+        """Raises: ValueError for settings that cannot be computed together."""
         unlike = {"lora.dora": self.dora, "an adapter of lm_head": self.adapts_head}
         for what in (name for name in ("dora", "dropout") if getattr(self, name)):
             if self.adapts_experts:
@@ -84,14 +84,14 @@ class Lora:
                     f"lora.{what}={getattr(self, what)} with adapters of experts: leave it out, or "
                     f"set lora.targets={self._without_experts()}"
                 )
-        for what in (name for name, given in unlike.items() if given):
+        for what in (name for name, holds in unlike.items() if holds):
             if self.dropout:
                 raise ValueError(f"lora.dropout={self.dropout} with {what}: set it to 0")
             if not self.merge:
                 raise ValueError(f"lora.merge=False with {what}: leave it True")
 
     def _without_experts(self) -> str:
-        """Targets of the chosen modules that no expert has, or those of usual attention."""
+        """Targets of the chosen modules that no expert has, or usual attention's."""
         ends = {False: set[str](), True: set[str]()}
         for name in self.modules:
             ends[EXPERTS in name].add(name.rpartition(".")[2])
@@ -134,7 +134,7 @@ class Adapter(LowRank):
         whole = ("norm",) * len(outputs)
         self.magnitude = parameter(outputs, whole, "ones", jnp.float32) if lora.dora else None
 
-    key: Any = None  # of dropout, in an update; see `set_dropout`
+    key: Any = None  # key of dropout, in an update; see `set_dropout`
 
     def _dropped(self, x: jax.Array) -> jax.Array:
         if self.key is None:
@@ -170,7 +170,7 @@ class StackAdapter(Layer):
         self.b = parameter((E, R, F), (each, "rank", outputs), "zeros", lora.dtype)
 
     def weights(self, kernel: Any, dtype: DTypeLike) -> Stacked:
-        """What a pass in `dtype` computes with. `kernel`: an array, a `Quantized` or `Merged`."""
+        """The weights of a pass in `dtype`. `kernel`: an array, a `Quantized` or `Merged`."""
         merged = isinstance(kernel, Merged)
         if merged:
             kernel = kernel.computed
@@ -210,10 +210,10 @@ class HeadAdapter(LowRank):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Merged:
-    """Merged weights where a layer expects those of the base; gradients go to the adapter.
+    """Merged weights where a layer expects the base's; gradients go to the adapter.
 
-    The learner makes it once an optimizer step, as it makes a `Weight`. A pass then costs what one
-    without adapters does.
+    The learner makes it once per optimizer step, like a `Weight`. A pass then costs as much as a
+    pass without adapters.
     """
 
     computed: jax.Array
@@ -240,14 +240,14 @@ def merged_matmul(
     scale: float,
     dot: Callable[..., Any],
 ) -> jax.Array:
-    """x times merged weights with joined outputs; the gradients are those of x, A and B.
+    """x times merged weights with joined outputs; gradients go to x, A and B.
 
     `a` and `b`: arrays, or a `Weight` whose gradient has the stored dtype. `dot` computes the
     product, as `jnp.tensordot`.
     """
     a, b = (w.stored if isinstance(w, Weight) else w for w in (a, b))
-    found: Any = _merged_matmul(computed, x, a, b, contract, scale, dot)
-    return found
+    y: Any = _merged_matmul(computed, x, a, b, contract, scale, dot)
+    return y
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -394,7 +394,7 @@ def _at(model: Any, path: Sequence[str]) -> Any:
 
 
 def split(tree: Tree) -> tuple[Tree, Tree]:
-    """The base, and what learns: adapters and the head of a scalar model."""
+    """The base, and the weights that learn: adapters and the head of a scalar model."""
     base: Tree = {}
     own: Tree = {}
     for key, value in tree.items():
@@ -413,22 +413,22 @@ def split(tree: Tree) -> tuple[Tree, Tree]:
 
 def join(base: Tree, own: Tree) -> Tree:
     """The inverse of `split`."""
-    found = dict(base)
+    joined = dict(base)
     for key, value in own.items():
-        known = found.get(key)
-        found[key] = join(known, value) if isinstance(known, dict) else value
-    return found
+        known = joined.get(key)
+        joined[key] = join(known, value) if isinstance(known, dict) else value
+    return joined
 
 
 def first_magnitudes(params: Tree, lora: Lora) -> Tree:
-    """Joined parameters whose DoRA norms are those of their modules."""
+    """Joined parameters whose DoRA norms are the norms of their modules."""
 
-    def found(_: Path, module: Tree, a: jax.Array) -> Tree:
+    def with_norms(_: Path, module: Tree, a: jax.Array) -> Tree:
         adapter, kernel = module[ADAPTER], weights_of(module)
         norms = column_norms(kernel, a, adapter["b"], lora.scale, a.ndim - 1)
         return module | {ADAPTER: adapter | {MAGNITUDE: norms}}
 
-    return _each_adapted(params, found) if lora.dora else params
+    return _each_adapted(params, with_norms) if lora.dora else params
 
 
 def merged(params: Tree, lora: Lora, dtype: DTypeLike) -> Tree:
@@ -480,7 +480,7 @@ def _each_adapted(
 ) -> Tree:
     """`tree` with `change` applied to path, parameters and A of each module that has an adapter.
 
-    `a` is that of another module, for one whose own parameters have none.
+    `a` is another module's, for a module without one.
     """
     if ADAPTER in tree:
         return change(path, tree, tree[ADAPTER].get("a", a))

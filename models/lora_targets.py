@@ -1,4 +1,4 @@
-"""Which modules of a model get adapters: what `lora.targets` names. Imports no jax."""
+"""The modules of a model that get adapters, by `lora.targets`. Imports no jax."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,27 +12,27 @@ EMBEDDING, UNEMBEDDING = "embed_tokens", "lm_head"
 
 
 def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[str]:
-    """The modules that `targets` name, among those of a model with these Hugging Face tensors.
+    """The modules that `targets` name, in a model with these Hugging Face tensors.
 
     A target is "all-linear", the end of a module's name after a dot, or a pattern of whole names.
     The first expert of a layer stands for all of them. Experts in one tensor are not linear.
 
     Raises: ValueError for a target that no module has, with the names that there are.
     """
-    given = list(dict.fromkeys(tensors))
-    every = [name.removesuffix(".weight") for name in given if name.endswith(".weight")]
+    names = list(dict.fromkeys(tensors))
+    every = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     linear = [
         name
         for name in every
         if "_proj" in (end := name.rpartition(".")[2]) or EXPERTS in name or end == SHARED_GATE
     ]
-    stacks = [name for name in given if is_stack(name)]
+    stacks = [name for name in names if is_stack(name)]
     tables = [name for name in every if name.rpartition(".")[2] in (EMBEDDING, UNEMBEDDING)]
     named = [*linear, *stacks, *tables]
     chosen: set[str] = set()
     for target in targets:
-        found = linear if target == ALL_LINEAR else _matching(target, named)
-        if not found:
+        modules = linear if target == ALL_LINEAR else _matching(target, named)
+        if not modules:
             ends = dict.fromkeys(name.rpartition(".")[2] for name in named)
             raise ValueError(
                 f"lora.targets: no module is called {target!r} or matches it"
@@ -40,7 +40,7 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
                 f"{ALL_LINEAR}, {', '.join(ends)}, and a pattern is of whole names, such as "
                 r"model\.layers\.[01]\..*_proj"
             )
-        chosen.update(found)
+        chosen.update(modules)
     return frozenset(chosen)
 
 

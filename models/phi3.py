@@ -31,14 +31,14 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _with_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The keys with the present name of longrope and the default of its old length."""
-    found = {"original_max_position_embeddings": 4096, **hf}
+    keys = {"original_max_position_embeddings": 4096, **hf}
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf.get(key)
         if not isinstance(rope, Mapping):
             continue
         if any(rope.get(name) in ("su", "yarn") for name in ("type", "rope_type")):
-            found[key] = {**rope, "type": "longrope", "rope_type": "longrope"}
-    return found
+            keys[key] = {**rope, "type": "longrope", "rope_type": "longrope"}
+    return keys
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:

@@ -38,7 +38,7 @@ from jaxrl_llm.models.layers import over_sequence, rope_tables
 from jaxrl_llm.models.lora import dropping_apart
 from jaxrl_llm.models.weight import Weight
 
-WEIGHT = "stage weight"  # checkpoint name of a layer's weights, taken from those of its stage
+WEIGHT = "stage weight"  # checkpoint name of a layer's weights, taken from its stage's
 ANY = PartitionSpec.UNCONSTRAINED
 
 
@@ -48,7 +48,7 @@ class Pipeline:
 
     stages: int
     rounds: int = 1  # groups of layers that a stage holds
-    micro_batches: int = 1  # of a pass, for each stage
+    micro_batches: int = 1  # micro-batches per stage and pass
 
     @property
     def ticks(self) -> int:
@@ -103,7 +103,7 @@ class PipelinedLayers:
     layout: Layout
     config: ModelConfig
     attend_in: Callable[[Any], Attend]  # attention in rows, of the arrays that describe them
-    rows: Any  # those arrays, each [B, ...]
+    rows: Any  # arrays that describe the rows, each [B, ...]
     positions_BT: jax.Array
     routing: Routing | None
     remat: Remat
@@ -112,7 +112,7 @@ class PipelinedLayers:
     def __call__(
         self, layers: Sequence[Block], x_BTD: jax.Array
     ) -> tuple[jax.Array, Routed | None]:
-        """The residual stream after all layers, and sums of what the routers of each layer did.
+        """The residual stream after all layers, and the statistics of each layer's router.
 
         Requires: the replicas of the layout divide the rows.
         """
@@ -155,8 +155,8 @@ class PipelinedLayers:
                         scan=self.scan,
                     )
 
-            found = _schedule(compute, stage_1[0], x_1CbTD[0], self._nothing(), pipeline, axes)
-            return jax.tree.map(lambda x: x[None], found)
+            outputs = _schedule(compute, stage_1[0], x_1CbTD[0], self._nothing(), pipeline, axes)
+            return jax.tree.map(lambda x: x[None], outputs)
 
         by_stage = PartitionSpec(axes)
         y_PCbTD, routed = jax.shard_map(
@@ -172,7 +172,7 @@ class PipelinedLayers:
         return _by_row(y_PCbTD, layout), routed
 
     def _routing(self, x_BTD: jax.Array) -> Routing | None:
-        """What is said to the routers, with a flag of every token."""
+        """The routing, with a flag of every token."""
         if self.config.mixture is None:
             return None
         routing = self.routing or Routing()
@@ -190,11 +190,11 @@ class PipelinedLayers:
 
 
 class _Item(NamedTuple):
-    """What a stage computes in a tick: one of its groups of layers on one micro-batch."""
+    """The work of a stage in a tick: one of its groups of layers on one micro-batch."""
 
-    turn: jax.Array  # round, which is the group among those of the stage
+    turn: jax.Array  # round: the number of the group in the stage
     stage: jax.Array
-    number: jax.Array  # of the micro-batch
+    number: jax.Array  # number of the micro-batch
     busy: jax.Array  # bool; False: the stage idles, and computes zeros
 
 
@@ -220,9 +220,9 @@ def _schedule(
     pipeline: Pipeline,
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, Routed | None]:
-    """What `compute(item, x)` makes of each micro-batch in all groups of layers.
+    """The outputs of `compute(item, x)` for each micro-batch after all groups of layers.
 
-    The arguments and the result are those of one stage: micro-batch c of stage p has the number
+    The arguments and the result belong to one stage: micro-batch c of stage p has the number
     c * P + p. Item i = t - s is what stage s does in tick t: the convoy i // (P * v), in it the
     round i % (P * v) // P and the micro-batch i % P. What routers did is added to `routed`.
     """
@@ -232,7 +232,7 @@ def _schedule(
     against = [(s, s - 1) for s in range(1, P)]
 
     def advance(t: Any, carry: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What comes in at tick t, the conveyor, and the results: all that moves between ticks."""
+        """The input of tick t, the conveyor, and the results: all that moves between ticks."""
         made, conveyor, results = carry
         fresh = (stage == 0) & (t % turn < P)
         x = jax.lax.select(fresh, conveyor, jax.lax.ppermute(made, axes, ring))
@@ -282,7 +282,7 @@ def _group(
     remat: Remat,
     scan: bool,
 ) -> tuple[jax.Array, Routed | None]:
-    """One group of layers, that of round `turn`; the weights of a slot are [v, ...] each.
+    """One group of layers, of round `turn`; the weights of a slot are [v, ...] each.
 
     What its routers did has the layers as its first dim.
     """
@@ -311,11 +311,11 @@ def _group(
 
     if scan:
         return scanned(compute, graphdefs, of_layers, x_bTD)
-    found = []
+    statistics = []
     for graphdef, of_layer in zip(graphdefs, of_layers, strict=True):
         x_bTD, routed = compute(graphdef, x_bTD, of_layer)
-        found.append(routed)
-    return x_bTD, _stacked(found)
+        statistics.append(routed)
+    return x_bTD, _stacked(statistics)
 
 
 def _stacked(trees: Sequence[Any]) -> Any:
@@ -330,8 +330,8 @@ def staged(
 ) -> tuple[list[Any], list[Any]]:
     """The weights of each slot of a group, [P * v, ...] split over the stages, and the graphdefs.
 
-    Slot j holds layer j of each group, those of the first stage first. Stored weights are split
-    over the stages too, along the embed dim: an all-to-all over the stages moves them.
+    Slot j holds layer j of each group, first the groups of the first stage. Stored weights are
+    split over the stages too, along the embed dim: an all-to-all over the stages moves them.
     """
     size = len(layers) // (pipeline.stages * pipeline.rounds)
     groups = [
@@ -420,8 +420,8 @@ def _tied_jvp(primals: Any, tangents: Any) -> tuple[list[jax.Array], list[Any]]:
     tied = iter(
         jax.lax.optimization_barrier([t for t, m in zip(*tangents, moves, strict=True) if m])
     )
-    found = [next(tied) if m else t for t, m in zip(*tangents, moves, strict=True)]
-    return jax.lax.optimization_barrier(*primals), found
+    moved = [next(tied) if m else t for t, m in zip(*tangents, moves, strict=True)]
+    return jax.lax.optimization_barrier(*primals), moved
 
 
 _tied.defjvp(_tied_jvp, symbolic_zeros=True)

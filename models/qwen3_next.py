@@ -1,4 +1,4 @@
-"""Qwen3-Next: layers of a gated delta rule between those of gated attention, and experts.
+"""Qwen3-Next: gated delta rules between layers of gated attention, and experts.
 
 The files have the projections of a layer in two tensors. Layers that predict further tokens are not
 read.

@@ -1,6 +1,6 @@
 """Kinds of rope scaling, in numpy, without jax. Their fields are the keys of config.json.
 
-The numbers are those of transformers (`modeling_rope_utils`), computed in float32 as it does. A
+The numbers equal transformers' (`modeling_rope_utils`), computed in float32 as it does. A
 more exact table would give other angles than the ones that the weights were trained with, which
 matters at long positions.
 
@@ -38,7 +38,7 @@ def rope_powers(theta: float, head_dim: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(ABC):
-    """How rotary frequencies are stretched for longer contexts. Lengths are in tokens.
+    """A stretch of rotary frequencies for longer contexts. Lengths are in tokens.
 
     Raises: ValueError that names the key of a value which no model can have.
     """
@@ -64,7 +64,7 @@ class RopeScaling(ABC):
 
     @property
     def attention_scale(self) -> float:
-        """What cosines and sines are multiplied by; the logits of attention get its square."""
+        """The factor of cosines and sines; the logits of attention get its square."""
         return 1.0
 
     @classmethod
@@ -220,7 +220,7 @@ class YarnRope(RopeScaling):
 class LongRope(RopeScaling):
     """A searched factor for each pair, one set for short rows and one for long (arXiv:2402.13753).
 
-    The frequencies are those of `short_factor`. `ModelConfig.for_context` puts `long_factor` in its
+    The frequencies belong to `short_factor`. `ModelConfig.for_context` puts `long_factor` in its
     place for a run of longer rows. Attention is scaled alike in both.
     """
 

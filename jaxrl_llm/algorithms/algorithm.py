@@ -194,7 +194,7 @@ def _correction(
         raise ValueError(
             "bypass_mode with rollout_is weighs twice: the ratio of this policy loss is then that "
             "of the current policy to the sampler. Leave out rollout_is, or take a loss without a "
-            "ratio, such as that of gpg"
+            "ratio, such as gpg's"
         )
     policy_loss = with_renamed_fields(policy_loss, TWO_POLICIES)
     return {"policy_loss": corrected_in_the_update(policy_loss, importance, rejection)}

@@ -129,8 +129,8 @@ def reinforce_plus_plus_baseline(
 
     A = whiten(r_i - mean of the group)
 
-    The std is that of the batch and not of the group, so a group whose rewards hardly differ keeps
-    small advantages. Hu 2025, arXiv:2501.03262.
+    The std is taken over the batch and not over the group, so a group whose rewards hardly differ
+    keeps small advantages. Hu 2025, arXiv:2501.03262.
     """
     totals = masked_sum(rewards, mask, axis=1)
     deviation = _standardized(totals, group_ids, jnp.ones_like(totals, bool), by_std=False)

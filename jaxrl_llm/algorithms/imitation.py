@@ -83,9 +83,9 @@ def teacher_advantage(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """On-policy distillation as an advantage: A_t = log pi_teacher - log pi; no gradient.
 
-    A_t is minus the sampled reverse KL. Its policy gradient is that of -KL(pi || teacher) for each
-    token given the tokens before it. Agarwal et al. 2024 (GKD), arXiv:2306.13649; as a reward:
-    Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+    A_t is minus the sampled reverse KL. Its policy gradient is the gradient of -KL(pi || teacher)
+    for each token given the tokens before it. Agarwal et al. 2024 (GKD), arXiv:2306.13649; as a
+    reward: Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
     """
     advantages = jnp.where(mask != 0, teacher_logprobs - old_logprobs, 0.0)
     return jax.lax.stop_gradient((advantages, advantages))

@@ -110,7 +110,7 @@ def _metrics(weights: Array, raw: Array, mask: Array, lower: float | None, upper
     mean = masked_mean(weights, mask)
     below, above = raw < (1.0 / upper if lower is None else lower), raw > upper
     of_sequences = masked_mean(weights, mask, axis=1)
-    found = {
+    statistics = {
         "mean": mean,
         "max": _largest(weights, keep),
         "min": 0.0 - _largest(0.0 - weights, keep),
@@ -125,8 +125,8 @@ def _metrics(weights: Array, raw: Array, mask: Array, lower: float | None, upper
         "seq_min": 0.0 - _largest(0.0 - of_sequences, some),
     }
     if lower is not None:
-        found["oob_ratio"] = masked_mean(below | above, mask)
-    return {f"rollout_corr/rollout_is_{name}": value for name, value in found.items()}
+        statistics["oob_ratio"] = masked_mean(below | above, mask)
+    return {f"rollout_corr/rollout_is_{name}": value for name, value in statistics.items()}
 
 
 def _largest(x: Array, keep: Array) -> Array:
@@ -168,17 +168,17 @@ def corrected_in_the_update(
     reads = tuple(dict.fromkeys((*own, "logprobs", "rollout_logprobs", "mask")))
 
     def corrected(*values: Any) -> Any:
-        given = dict(zip(reads, values, strict=True))
-        policies = [jax.lax.stop_gradient(given["logprobs"]), given["rollout_logprobs"]]
-        loss, metrics = policy_loss(*(given[name] for name in own))
+        fields = dict(zip(reads, values, strict=True))
+        policies = [jax.lax.stop_gradient(fields["logprobs"]), fields["rollout_logprobs"]]
+        loss, metrics = policy_loss(*(fields[name] for name in own))
         if importance is not None:
-            weights, _ = importance(*policies, given["mask"])
+            weights, _ = importance(*policies, fields["mask"])
             loss = loss * weights
             metrics = metrics | {"rollout_corr/rollout_is_mean": weights}
         if rejection is not None:
-            kept, _ = rejection(*policies, given["mask"])
+            kept, _ = rejection(*policies, fields["mask"])
             loss = jnp.where(kept != 0, loss, 0.0)
-            rejected = (given["mask"] != 0) & (kept == 0)
+            rejected = (fields["mask"] != 0) & (kept == 0)
             metrics = metrics | {
                 "rollout_corr/rollout_rs_masked_fraction": rejected.astype(jnp.float32)
             }

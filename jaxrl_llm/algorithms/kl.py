@@ -59,8 +59,8 @@ def kl_k3(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
 def kl_k3_unclamped(logprobs: Tokens, reference_logprobs: Tokens) -> Tokens:
     """exp(d) - d - 1 without a clamp, as in TRL.
 
-    Its gradient 1 - exp(d) grows as the policy makes a token less likely; that of `kl_k3` ends at
-    exp(d) = 13. For d over 88 it is not finite, and the run stops.
+    Its gradient 1 - exp(d) grows as the policy makes a token less likely; the gradient of `kl_k3`
+    ends at exp(d) = 13. For d over 88 it is not finite, and the run stops.
     """
     d = reference_logprobs - logprobs
     return jnp.exp(d) - d - 1.0
@@ -139,9 +139,9 @@ def with_steps(kl_reward: Callable[..., Any]) -> Callable[..., Any]:
     reads = tuple(dict.fromkeys((*own, "mask", "step_rewards")))
 
     def with_rewards_of_steps(*values: Any, **settings: Any) -> tuple[Tokens, Tokens]:
-        given = dict(zip(reads, values, strict=True))
-        rewards, kl = kl_reward(*(given[name] for name in own), **settings)
-        return spread_to_steps(rewards, given["step_rewards"], given["mask"]), kl
+        fields = dict(zip(reads, values, strict=True))
+        rewards, kl = kl_reward(*(fields[name] for name in own), **settings)
+        return spread_to_steps(rewards, fields["step_rewards"], fields["mask"]), kl
 
     return FieldFunction(with_rewards_of_steps, reads)
 

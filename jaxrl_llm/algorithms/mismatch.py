@@ -20,7 +20,7 @@ def mismatch_metrics(
     - `rollout_corr/{kl,k3_kl}`: KL(sampler || trainer) by two estimators.
     - `rollout_corr/{training,rollout}_{ppl,log_ppl}`: perplexity exp(-mean log-prob) of a sequence
       and its logarithm, mean over sequences.
-    - `rollout_corr/ppl_ratio`: perplexity of the trainer over that of the sampler.
+    - `rollout_corr/ppl_ratio`: perplexity of the trainer over the sampler's.
     - `rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}`: logarithm of that ratio.
     - `rollout_corr/chi2_{token,seq}`: mean squared ratio minus 1, over tokens and sequences.
     - `token_mult_prob_error`: mean over tokens of exp(|log-ratio|); 1 is perfect.

@@ -105,7 +105,7 @@ def sapo(
 
     loss = -A (4 / tau) sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0, else tau_neg
 
-    At ratio 1 the gradient is that of REINFORCE. A larger tau fades faster. The paper averages over
+    At ratio 1 the gradient equals REINFORCE's. A larger tau fades faster. The paper averages over
     the tokens of a response first: use seq-mean-token-mean.
 
     Gao et al. 2025, arXiv:2511.20347. Raises ValueError unless both temperatures are positive.

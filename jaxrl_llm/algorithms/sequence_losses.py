@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is that of a whole response; one value a token, [B, R].
+"""Policy losses with the ratio of a whole response; one value a token, [B, R].
 
 Requires: a row holds all tokens of its response, in every micro-batch, padded or packed. Loss and
 metrics are as in `policy_losses.py`.

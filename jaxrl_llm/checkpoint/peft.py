@@ -250,7 +250,7 @@ def _lone_halves(config: ModelConfig, kind: Kind, modules: frozenset[str]) -> li
     for path, ours in hf_names(config, kind).items():
         if isinstance(ours, HFStack) and path[-2] in ("gate", "up"):
             pairs.setdefault(path[:-2], set()).add(_module(ours.name))
-    return [min(found) for pair in pairs.values() if len(found := pair & modules) == 1]
+    return [min(alone) for pair in pairs.values() if len(alone := pair & modules) == 1]
 
 
 def peft_config(spec: ModelSpec, base: str) -> dict[str, Any]:

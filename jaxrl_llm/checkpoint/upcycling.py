@@ -139,11 +139,11 @@ def _copies(kernel: np.ndarray, num: int) -> np.ndarray:
 
 def _stored_dtype(directory: Path) -> str:
     """The dtype of the files. Raises: ValueError where they have several, or another one."""
-    found = {tensor.dtype for tensor in stored_tensors(directory).values()}
-    names = [name for name in DTYPES if FORMAT_NAMES[name] in found]
-    if len(found) != 1 or not names:
+    dtypes = {tensor.dtype for tensor in stored_tensors(directory).values()}
+    names = [name for name in DTYPES if FORMAT_NAMES[name] in dtypes]
+    if len(dtypes) != 1 or not names:
         raise ValueError(
-            f"{directory} has weights in {', '.join(sorted(found))}: write it in one dtype of "
+            f"{directory} has weights in {', '.join(sorted(dtypes))}: write it in one dtype of "
             f"{', '.join(DTYPES)}"
         )
     return names[0]

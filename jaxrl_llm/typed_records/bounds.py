@@ -99,8 +99,8 @@ def end_time(text: str, started: float) -> float:
 
     Raises: ValueError for anything else.
     """
-    if found := _AFTER.fullmatch(text):
-        parts = zip(found.groups(), _UNITS_S, strict=True)
+    if match := _AFTER.fullmatch(text):
+        parts = zip(match.groups(), _UNITS_S, strict=True)
         return started + sum(int(number) * unit for number, unit in parts if number)
     if text.isdecimal() and len(text) == 10:
         return float(text)

@@ -51,12 +51,12 @@ def as_text(value: Any) -> str:
 def described(record: Kind) -> str:
     """The name of a record, with the settings that are not their defaults."""
     fields, of_label = fields_of(record), "path" if isinstance(record, Custom) else None
-    given = [
+    changed = [
         f"{name}={as_text(value)}"
         for name, value in entries(record)
         if name != of_label and value != fields[name].get_default(call_default_factory=True)
     ]
-    return f"{record.label}({', '.join(given)})" if given else record.label
+    return f"{record.label}({', '.join(changed)})" if changed else record.label
 
 
 def is_empty(value: Any) -> bool:
@@ -90,11 +90,11 @@ def differences(a: Any, b: Any, key: str = "") -> list[str]:
         a, b = ({str(i): entry for i, entry in enumerate(entries)} for entries in (a, b))
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return [] if a == b and type(a) is type(b) else [key]
-    found = [
+    keys = [
         differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
         for name in dict.fromkeys((*a, *b))
     ]
-    return [name for names in found for name in names]
+    return [name for names in keys for name in names]
 
 
 def key_that_ends_in(name: str, config: Record) -> str:

@@ -86,9 +86,9 @@ def rewards(c: Config) -> Faults:
             if not parts:
                 why = "it standardises the reward functions one by one, and there is none"
                 yield f"<{key}>: {why}; set --config.reward.functions=[exact_answer]"
-        for key, given in weights.items():
-            if given and len(given) != parts:
-                yield f"<{key}>: {len(given)} weights for {parts} functions of reward.functions"
+        for key, each in weights.items():
+            if each and len(each) != parts:
+                yield f"<{key}>: {len(each)} weights for {parts} functions of reward.functions"
     for key, model in models.items():
         if model is not None and not model.path and model.training is None:
             works = f"--config.{key}.path=DIR, or --config.{key}.training={{}}"

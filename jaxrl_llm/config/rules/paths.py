@@ -23,10 +23,10 @@ PACKAGES = {"tensorboard": "tensorboardX"} | {n: n for n in ("wandb", "trackio",
 
 def rows(c: Config) -> Faults:
     """Rows are there, of files and of a program. With a class for the data, it reads files."""
-    for key, given in every(c, GivenRows):
-        if given.rows is None:
+    for key, rows in every(c, GivenRows):
+        if rows.rows is None:
             works = f"rl.train(config, {key[5:].replace('rows', 'data')}=rows)"
-            why = f"the {given.num_rows} rows of a Python program are not in this file"
+            why = f"the {rows.num_rows} rows of a Python program are not in this file"
             yield f"<{key}>: {why}: {works} gives them"
     keys = [] if c.data.dataset_class else ["data.train_files", "data.val_files"]
     keys += [f"{key}.files" for key, _ in every(c, SupervisedConfig)]
@@ -71,11 +71,11 @@ def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
 def functions(c: Config) -> Faults:
     """Files and packages of the user's functions are there; objects of a program are given."""
     named = {"data.dataset_class": c.data.dataset_class} if c.data.dataset_class else {}
-    for key, given in every(c, Custom):
-        if not isinstance(given, Given):
-            named[f"{key}.path"] = given.path
-        elif given.function is None:
-            name = given.path.rpartition(":")[2]
+    for key, custom in every(c, Custom):
+        if not isinstance(custom, Given):
+            named[f"{key}.path"] = custom.path
+        elif custom.function is None:
+            name = custom.path.rpartition(":")[2]
             why = f"the function {name} of a Python program is not in this file"
             yield f"<{key}>: {why}: rl.train(config, rewards=[{name}]) gives it"
     for key, path in named.items():

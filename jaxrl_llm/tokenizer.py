@@ -38,7 +38,8 @@ FIXED_DATE = (
 ANCHORS = ("\n", "a", ".", "0")
 # Variables of a chat template that follow from each row.
 OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
-# Texts by which tokenizers differ.
+SPLIT_SAMPLES = 1024  # tokens whose texts are split to compare two tokenizers
+# Further texts by which tokenizers differ.
 SPLIT = ("a", " 12345 it's\t12.5", "\n\n  A x_y <a>", "\u00e9\u6f22 \u5b57")
 DIGEST_SAMPLES = 4096  # tokens whose texts a digest splits again
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
@@ -523,7 +524,9 @@ class HFTokenizer:
         from transformers import PreTrainedTokenizerFast
 
         of_file = FileTokenizer.from_file(str(file))
-        if any(_ids(of_file, text) != _ids(self._tokenizer, text) for text in SPLIT):
+        every = range(0, of_file.get_vocab_size(), of_file.get_vocab_size() // SPLIT_SAMPLES + 1)
+        sample = " ".join(of_file.decode([i], skip_special_tokens=False) for i in every)
+        if any(_ids(of_file, text) != _ids(self._tokenizer, text) for text in (sample, *SPLIT)):
             log.warning("transformers splits text otherwise than %s, whose splitting is used", file)
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(self.path)
 

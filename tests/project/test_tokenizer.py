@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from chat_tokenizer import write_chat_tokenizer
+from chat_tokenizer import TEMPLATE, write_chat_tokenizer
+from turn_tokenizers import write_tokenizer
 
 from jaxrl_llm.tokenizer import (
     ALPHABET,
@@ -130,6 +131,43 @@ def test_stop_ids_come_from_the_generation_config(tmp_path, listed, expected):
     folder = write_chat_tokenizer(tmp_path / "chat")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
     assert load_tokenizer(folder).stop_ids == expected
+
+
+def test_stop_ids_come_from_the_config_where_there_is_no_generation_config(tmp_path):
+    """A merged or saved again folder has no other file; its text model may be a part of it."""
+    folder = write_chat_tokenizer(tmp_path / "chat")
+    for config in ({"eos_token_id": [2, 3]}, {"text_config": {"eos_token_id": 2}}):
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+        assert load_tokenizer(folder).stop_ids == (3, 2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert load_tokenizer(folder).stop_ids == (3,)
+    (folder / "generation_config.json").write_text('{"max_length": 9}')
+    assert load_tokenizer(folder).stop_ids == (3, 2)
+
+
+def test_text_is_split_as_tokenizer_json_says(tmp_path, caplog):
+    """For a qwen2 folder transformers takes Qwen2's splitting, whatever the file has."""
+    from tokenizers import Tokenizer as FileTokenizer
+    from tokenizers import pre_tokenizers
+
+    folder = write_tokenizer(tmp_path / "t", TEMPLATE, ["<|im_end|>"])
+    fast = FileTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    fast.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "Qwen2Tokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    tokenizer = load_tokenizer(folder)
+    text = "The weather in Lima"
+    assert tokenizer.encode(text) == fast.encode(text, add_special_tokens=False).ids
+    assert "transformers splits text otherwise than" in caplog.text
+    tokenizer.save(tmp_path / "copy")
+    copy = FileTokenizer.from_file(str(tmp_path / "copy" / "tokenizer.json"))
+    assert copy.encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
+    assert load_tokenizer(tmp_path / "copy").apply_chat_template(CONVERSATION)
 
 
 @pytest.mark.parametrize("listed", [-1, "</s>", [3, None], True])

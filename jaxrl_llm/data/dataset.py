@@ -199,10 +199,10 @@ def _load(
     truncation = "error" if rules.filter_overlong else rules.truncation
     own: list[_Stripe[T]] = []
     streamed: list[StreamedSource] = []
-    for name, rows in _read(sources, purpose):
+    for name, rows in read_sources(sources, purpose):
         every = (row for row in rows.read(0, len(rows)) if isinstance(row, RawRow))
         first = list(islice(every, DETECTION_ROWS))
-        kind = _source_format(name, first, purpose, sources.keys) if first else ""
+        kind = source_format(name, first, purpose, sources.keys) if first else ""
         reader = _Reader(name, kind, rows, convert, fit, rules.max_length, truncation)
         checked = replace(reader, rows=FirstRows(rows)) if rules.streaming else reader
         stripe = _check_stripe(checked, rules.filter_overlong)
@@ -383,8 +383,8 @@ def _set_one_aside(file: Path | None, row: BadRow) -> None:
         _set_aside([row], file)
 
 
-def _read(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
-    """(name, rows) of each source. Names and settings are checked before any file is read."""
+def read_sources(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
+    """Name and rows of each source. Names and settings are checked before any file is read."""
     spaces = [problem_space(task.kind, task.settings) for task in sources.tasks]
     dataset_class = load(sources.dataset_class) if sources.dataset_class else None
     if dataset_class and (sources.split == "train" or takes_split(dataset_class)):
@@ -440,7 +440,7 @@ def _default_source(name: str) -> str:
     return shard[1] if shard else stem
 
 
-def _source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:
+def source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:
     """The format of most of the first rows. ValueError if it does not serve the purpose."""
     votes = Counter(detect_format(row.data, purpose) for row in rows)
     kind = max(votes, key=lambda found: (found is not None, votes[found]))

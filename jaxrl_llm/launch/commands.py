@@ -34,7 +34,7 @@ def train(argv: list[str]) -> int:
     outlive_readers()
     config, flags = read_config(argv, flags_of.TRAIN)
     if flags.dry_run:
-        return _dry_run(start(config, num_cpu_devices=flags.devices))
+        return _dry_run(start(config, num_cpu_devices=flags.devices), flags.show)
     with library.started(config, num_cpu_devices=flags.devices) as config:
         from jaxrl_llm.trainer.loop import train
 
@@ -47,11 +47,11 @@ def train(argv: list[str]) -> int:
     return INTERRUPTED if summary.interrupted else 0
 
 
-def _dry_run(config: Any) -> int:
+def _dry_run(config: Any, show: int) -> int:
     from jaxrl_llm.distributed.multihost import is_main
     from jaxrl_llm.launch.dry_run import dry_run
 
-    lines = dry_run(config)
+    lines = dry_run(config, show=show)
     if is_main():
         print("\n".join(lines))
     return 0

@@ -5,7 +5,9 @@ from contextlib import ExitStack
 
 import jax
 
-from jaxrl_llm.config import Config, to_json
+from jaxrl_llm.config import Config, is_offline, to_json
+from jaxrl_llm.data.run_data import train_sources
+from jaxrl_llm.data.shown_rows import shown_rows
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, placed
@@ -13,11 +15,12 @@ from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import work_of
 from jaxrl_llm.launch.host_memory import host_memory
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes
+from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
-from jaxrl_llm.tokenizer import set_chat_variables
+from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.data import RunData, open_plan_and_data
 from jaxrl_llm.trainer.run import refuse_overwriting
 from jaxrl_llm.trainer.states import open_supervised
@@ -26,8 +29,8 @@ RESOLVED = "resolved_config.json"
 GB = 1e9
 
 
-def dry_run(config: Config) -> list[str]:
-    """Plan the run, read its data and check its folder; lines about them.
+def dry_run(config: Config, *, show: int = 0) -> list[str]:
+    """Plan the run, read its data and check its folder; lines about them and of `show` rows.
 
     Writes `resolved_config.json` into the run's folder, and no array.
     Raises: what a start of the run raises before its first step.
@@ -49,6 +52,7 @@ def dry_run(config: Config) -> list[str]:
         return [
             *_folder_lines(config, folder),
             *_size_lines(config, data),
+            *(_rows_lines(config, plan, tokenizer, show) if show else ()),
             "stages of a step; a + joins those of one program",
             *(f"  {_segment(segment)}" for segment in plan.at(1).program.segments),
             "models",
@@ -58,6 +62,12 @@ def dry_run(config: Config) -> list[str]:
             f"wrote {resolved}",
             "dry run: nothing was trained",
         ]
+
+
+def _rows_lines(config: Config, plan: Plan, tokenizer: Tokenizer, show: int) -> list[str]:
+    purpose = "prompts" if not is_offline(config) else plan.record_algorithm.records.name
+    sources, keep = train_sources(config), config.data.keep_thinking
+    return list(shown_rows(sources, purpose, tokenizer, show, keep_thinking=keep))
 
 
 def _folder_lines(config: Config, folder: RunFolder) -> list[str]:

@@ -54,6 +54,11 @@ TRAIN.flag(
     "plan the run and read its data, show stages, models and memory, write the resolved "
     "config, and end without training",
 )
+TRAIN.flag(
+    "--show=0",
+    "with --dry_run: print the tokens of so many rows of each source, what is learned of them, "
+    "and the ends of a response",
+)
 
 PLAN = Parser(
     """Memory and time of a step before there are GPUs: jaxrl plan --config=ppo --devices=64

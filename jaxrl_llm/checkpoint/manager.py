@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 from jaxrl_llm.checkpoint import digests, soundness
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
 from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
+from jaxrl_llm.checkpoint.save_failures import save_failed
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
 from jaxrl_llm.distributed.sharding import in_host_memory, second_array
 from jaxrl_llm.references import nearest
@@ -69,6 +70,7 @@ class CheckpointManager:
         from jaxrl_llm.checkpoint.array_handler import save_on_any_processes
 
         save_on_any_processes()
+        logging.getLogger("absl").addFilter(_is_not_of_a_save)
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_main():
@@ -115,7 +117,8 @@ class CheckpointManager:
         Arrays in host memory are not copied: with them, this returns when all is on disk. A step
         counts as complete only when all of it is on disk, also if the process is killed.
 
-        Raises: UselessWeights when no run could go on from them. Nothing is written then.
+        Raises: UselessWeights when no run could go on from them; nothing is written then.
+            SaveFailed when the disk fails, for this save or the one before.
         """
         import orbax.checkpoint as ocp
 
@@ -145,7 +148,8 @@ class CheckpointManager:
             for name, item in items.items()
         }
         args[LOOP] = ocp.args.JsonSave(loop)
-        self._manager.save(step, args=ocp.args.Composite(**args))
+        with self._disk_errors():
+            self._manager.save(step, args=ocp.args.Composite(**args))
         self._sealing = [seal for seal in self._sealing if not seal.done()]
         self._sealing.append(_Seal(self.path(step), started, self._save_s))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
@@ -167,10 +171,30 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until every started save is on disk, with its digests."""
         try:
-            self._manager.wait_until_finished()
+            with self._disk_errors():
+                self._manager.wait_until_finished()
         finally:
-            while self._sealing:
-                self._sealing.pop().finish()
+            self._finish_seals()
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Raises: SaveFailed in place of an error of a disk, of this save or the one before."""
+        try:
+            yield
+        except Exception as error:
+            failed = save_failed(error, self.directory)
+            if failed is None:
+                raise
+            self._finish_seals()
+            raise failed from None
+
+    def _finish_seals(self) -> None:
+        while self._sealing:
+            self._sealing.pop().finish()
+
+    def is_idle(self) -> bool:
+        """True when every started save is on disk."""
+        return not self._manager.is_saving_in_progress() and all(s.done() for s in self._sealing)
 
     def close(self) -> None:
         """Finish pending saves and release the directory."""
@@ -230,7 +254,12 @@ class CheckpointManager:
         """Remove the files of checkpoints that are no longer kept."""
         if is_main():
             for path in (self.directory / DELETED).glob("*"):
-                shutil.rmtree(path)
+                path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+
+
+def _is_not_of_a_save(record: logging.LogRecord) -> bool:
+    """False for tracebacks that Orbax's threads log. The same errors are raised."""
+    return record.levelno != logging.ERROR or "orbax" not in record.pathname
 
 
 def _is_due(name: str, metrics: Mapping[str, Any]) -> bool:

@@ -5,11 +5,14 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from jaxrl_llm.checkpoint.save_failures import SaveFailed
 from jaxrl_llm.config import ConfigError, UnknownKeyError
 from jaxrl_llm.launch import pipes
 
@@ -18,16 +21,18 @@ ALARMED = 3  # an alarm ended the run; it saved its last step
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE  # the reader of the output has ended
 TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
+END_S = 30.0  # for Python's own end, after the work is done
+TOGETHER_END_S = 330.0  # the same for one of several processes: jax waits 300 s for the others
 
 
-def exit_with(error: BaseException, arguments: Sequence[str]) -> None:
-    """Exit as `error` asks for; return where Python should show its traceback.
+def exit_with(error: BaseException, arguments: Sequence[str]) -> NoReturn:
+    """End the process as `error` asks for. It waits for no thread.
 
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
-    message on stderr and exit code 2. Ctrl-C exits with 130. One of several processes then waits
-    TOGETHER_S for the others. Where the reader of the output has ended, the code is 141. Another
-    error of one of several processes ends it at once, with its traceback. No error waits for
-    programs that are compiled ahead.
+    message on stderr and exit code 2, so a launcher does not start it again. So does a run whose
+    numbers are not finite. An error of a disk is one message and code 1: the next start may work.
+    Ctrl-C exits with 130. One of several processes then waits TOGETHER_S for the others. Where the
+    reader of the output has ended, the code is 141. Another error is a traceback and code 1.
     """
     if isinstance(error, KeyboardInterrupt):
         print(str(error) or "interrupted", file=sys.stderr)
@@ -38,9 +43,27 @@ def exit_with(error: BaseException, arguments: Sequence[str]) -> None:
     if isinstance(error, BrokenPipeError) and pipes.broken():
         pipes.leave_broken()
         _end_together(UNREAD)
-    if _is_one_of_several() or _compiles():
+    if isinstance(error, SaveFailed):
+        print(f"error: {error}", file=sys.stderr)
+    else:
         traceback.print_exception(error)
-        _leave(1)
+    leave(1)
+
+
+def end_in_time(code: int) -> NoReturn:
+    """Exit with `code` as Python does, but at most END_S after the main thread has ended.
+
+    Python waits for threads, and jax for the other processes.
+    """
+    seconds = TOGETHER_END_S if _is_one_of_several() else END_S
+
+    def end() -> None:
+        threading.main_thread().join()
+        time.sleep(seconds)
+        leave(code)
+
+    threading.Thread(target=end, name="end", daemon=True).start()
+    sys.exit(code)
 
 
 def is_for_user(error: ValueError) -> bool:
@@ -83,11 +106,7 @@ def _end_together(code: int) -> NoReturn:
         leaving = threading.Thread(target=sys.modules["jax"].distributed.shutdown, daemon=True)
         leaving.start()
         leaving.join(TOGETHER_S)
-        if leaving.is_alive():
-            _leave(code)
-    if _compiles():
-        _leave(code)
-    sys.exit(code)
+    leave(code)
 
 
 def _is_one_of_several() -> bool:
@@ -96,14 +115,9 @@ def _is_one_of_several() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def _compiles() -> bool:
-    """True if Python would wait at the exit for programs, up to minutes."""
-    ahead = sys.modules.get("jaxrl_llm.program.ahead")
-    return ahead is not None and ahead.compiles_ahead()
-
-
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End this process at once."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a terminal that was closed
+            stream.flush()
     os._exit(code)

@@ -26,7 +26,7 @@ def run(
     arguments = list(sys.argv[1:] if argv is None else argv)
     with command():
         with imports():
-            from jaxrl_llm.launch.exits import exit_with
+            from jaxrl_llm.launch.exits import end_in_time, exit_with
             from jaxrl_llm.observability.garbage import end_without_search
         end_without_search()
         try:
@@ -39,8 +39,7 @@ def run(
             sys.stdout.flush()
         except (Exception, KeyboardInterrupt) as error:
             exit_with(error, arguments)
-            raise
-    sys.exit(code)
+    end_in_time(code)
 
 
 def _function(name: str) -> Callable[[list[str]], int]:

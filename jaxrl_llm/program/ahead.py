@@ -248,13 +248,28 @@ def times_kernels() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def compiles_ahead() -> bool:
-    """Whether a thread of `Compilers` is at work.
+_first_calls = 0  # programs that this process calls for the first time now
 
-    Nothing ends it before its program is made, and Python waits for it at its exit. It is no
-    daemon: one that comes back from XLA while Python ends aborts the process.
+
+@contextlib.contextmanager
+def first_call() -> Iterator[None]:
+    """Mark the first call of a program: jax compiles it there, if no thread did."""
+    global _first_calls
+    _first_calls += 1
+    try:
+        yield
+    finally:
+        _first_calls -= 1
+
+
+def compiles() -> bool:
+    """True while a program is compiled, by a thread of `Compilers` or at its first call.
+
+    Nothing ends that before the program is made. A thread is no daemon: one that comes back from
+    XLA while Python ends aborts the process.
     """
-    return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
+    ahead = any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
+    return ahead or _first_calls > 0
 
 
 def _compile(program: Any, entry: _Program, lowered: Any, stored: StoredPrograms) -> Run:

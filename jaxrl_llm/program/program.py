@@ -8,7 +8,6 @@ device generation is cut where that compiles sooner: see `program/chain.py`.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxrl_llm.distributed.multihost import (
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.distributed.transfer import call, results_elsewhere, spread, takes_part
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.program.ahead import CompileJob, Compilers
+from jaxrl_llm.program.ahead import CompileJob, Compilers, first_call
 from jaxrl_llm.program.chain import Chain, job_of, programs_of, setting_of
 from jaxrl_llm.program.followers import Follower
 from jaxrl_llm.program.guards import transfer_guard
@@ -142,7 +141,7 @@ class Program:
                     if mesh.size > 1 and segment.name not in self._called:
                         self._called[segment.name] = jax.tree.map(_abstract, arguments)
                     with (
-                        transfer_guard() if known else nullcontext(),
+                        transfer_guard() if known else first_call(),
                         segment_memory_guard(segment),
                     ):
                         if not known and jax.process_count() > 1:

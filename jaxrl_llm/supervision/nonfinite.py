@@ -13,7 +13,7 @@ from jaxrl_llm.learner.losses import NONFINITE
 SHOWN = 5
 
 
-class NonFiniteGradients(RuntimeError):
+class NonFiniteGradients(ValueError):
     """A gradient was NaN or infinite; the state holds the parameters before it.
 
     `parameters` are the names of those whose gradient is not finite, with their role.

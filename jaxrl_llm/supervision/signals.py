@@ -3,7 +3,8 @@
 Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's `--signal=USR1@300`)
 all ask for the same. A second signal ends the run at once. So does a reward function that still
 runs WAIT_S after the request, or a disk that is still full. Each could hold up the end for minutes.
-A run that ended at once goes on from its last checkpoint.
+A run that ended at once goes on from its last checkpoint. While a run starts, or compiles programs
+before its next step, the first signal ends it at once: nothing is lost.
 """
 
 import os
@@ -11,12 +12,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WAIT_S = 30.0  # for host work (reward functions) that is under way when the run is asked to end
 POLL_S = 0.1
+GRACE_S = 1.0  # for the main thread to handle a signal itself
+INTERRUPTED = 128 + signal.SIGINT  # the exit code
 
 
 class EndedAtOnce(KeyboardInterrupt):
@@ -44,12 +47,19 @@ def host_work() -> Iterator[None]:
 
 
 @contextmanager
-def stop_requests(wait_s: float = WAIT_S) -> Iterator[Callable[[], bool]]:
+def stop_requests(
+    wait_s: float = WAIT_S,
+    *,
+    loses_nothing: Callable[[], bool] = lambda: False,
+    end_process: Callable[[int], object] | None = None,
+) -> Iterator[Callable[[], bool]]:
     """Handle STOP_SIGNALS inside the block; yields a function that says whether one came.
 
-    A SIGHUP that is ignored (nohup) stays ignored. Outside of the main thread nothing is handled,
-    because Python gives signals to that thread alone.
-    Raises: EndedAtOnce inside the block, on a second signal or after `wait_s` seconds of host work.
+    While `loses_nothing` says so, a signal ends the run at once. Python gives signals to the main
+    thread alone, which may be in XLA for minutes; a thread then calls `end_process` (os._exit).
+    A SIGHUP that is ignored (nohup) stays ignored. Outside of the main thread nothing is handled.
+    Raises: EndedAtOnce inside the block, on a second signal, after `wait_s` seconds of host work,
+        and where nothing is lost.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -58,11 +68,22 @@ def stop_requests(wait_s: float = WAIT_S) -> Iterator[Callable[[], bool]]:
     overdue, closed = threading.Event(), threading.Event()
     main = threading.get_ident()
     terminals = [fd for fd in (1, 2) if _is_terminal(fd)]
+    # The system writes the number of a signal here at once, whatever the main thread does.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def watch() -> None:
-        deadline = time.monotonic() + wait_s
+        while (number := os.read(reader, 1)[0]) not in handled:
+            if not number:
+                return  # the block has ended
+        came = time.monotonic()
         while not closed.wait(POLL_S):
-            if _host_work and time.monotonic() > deadline:
+            waited = time.monotonic() - came
+            if end_process is not None and waited > GRACE_S and loses_nothing():
+                with suppress(OSError):
+                    os.write(2, f"{_at_once(signal.Signals(number).name)}\n".encode())
+                end_process(INTERRUPTED)
+            if _host_work and waited > wait_s:
                 overdue.set()
                 # A real signal: only that wakes a main thread that waits for a lock.
                 signal.pthread_kill(main, signal.SIGTERM)
@@ -80,22 +101,35 @@ def stop_requests(wait_s: float = WAIT_S) -> Iterator[Callable[[], bool]]:
                 )
             return
         received.append(signal.Signals(number).name)
-        if len(received) > 1:
+        if len(received) > 1 or loses_nothing():
             closed.set()
             raise EndedAtOnce(
-                f"ended inside a step by a second signal ({received[-1]}); the same command goes "
-                "on from the last checkpoint"
+                _at_once(received[0])
+                if len(received) == 1
+                else f"ended inside a step by a second signal ({received[-1]}); the same command "
+                "goes on from the last checkpoint"
             )
-        threading.Thread(target=watch, name="stop request", daemon=True).start()
 
-    numbers = [s for s in STOP_SIGNALS if not _is_ignored_hangup(s)]
-    previous = {number: signal.signal(number, on_signal) for number in numbers}
+    handled = [s for s in STOP_SIGNALS if not _is_ignored_hangup(s)]
+    previous = {number: signal.signal(number, on_signal) for number in handled}
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="stop request", daemon=True)
+    thread.start()
     try:
         yield lambda: bool(received)
     finally:
         closed.set()
+        signal.set_wakeup_fd(wakeup)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _at_once(name: str) -> str:
+    return f"ended by {name} before a step was done that is not saved; the same command goes on"
 
 
 def leave_closed_terminals(descriptors: list[int]) -> None:

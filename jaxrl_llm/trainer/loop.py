@@ -26,7 +26,7 @@ def train(
             return finished_summary(folder, config)
         with (
             open_watch(config.watchdog, folder.path, end_process) as watch,
-            open_run(config, folder, watch, callbacks) as run,
+            open_run(config, folder, watch, callbacks, end_process) as run,
         ):
             for training in run.trainings():
                 training.watch = watch

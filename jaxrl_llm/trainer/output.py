@@ -6,7 +6,7 @@ import platform
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -457,7 +457,8 @@ class Summary:
 def print_summary(summary: Summary, config: Config) -> None:
     """Print what changed, how fast, and where everything is. Only process 0 prints."""
     if is_main():
-        print("\n".join(summary_lines(summary, config)), flush=True)
+        with suppress(OSError):  # the terminal was closed: metrics.jsonl has everything
+            print("\n".join(summary_lines(summary, config)), flush=True)
 
 
 def _word(path: Path) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,19 +26,26 @@ from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.observability.status import STATUS
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.plan import AHEAD, Plan
+from jaxrl_llm.program.ahead import compiles
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, StopRequest, read_deadline
-from jaxrl_llm.supervision.disk_space import bytes_of, check_space, wait_for_space
+from jaxrl_llm.supervision.disk_space import (
+    bytes_of,
+    check_space,
+    check_writable,
+    until_there_is_room,
+    wait_for_space,
+)
 from jaxrl_llm.supervision.listener import Listener
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
 from jaxrl_llm.supervision.run_lock import RunLock
 from jaxrl_llm.supervision.signals import stop_requests
-from jaxrl_llm.supervision.watchdog import END, Watch
+from jaxrl_llm.supervision.watchdog import END, EndProcess, Watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.batches import (
     Batches,
@@ -90,6 +97,7 @@ class Run:
     save_by: float  # epoch seconds before which it saves and ends
     resume: Path | None  # checkpoint to go on from; None in a new run
     resume_step: int | None  # step of that checkpoint
+    stop_came: Callable[[], bool]  # a signal asked for the end
     stack: ExitStack
     watch: Watch
     started: float
@@ -99,6 +107,7 @@ class Run:
     compilations: CompileCounter
     totals: RunTotals = field(default_factory=RunTotals)
     _own: Training | None = None
+    _kept: int = 0  # step up to which nothing is lost
     _bases: dict[str, Any] = field(default_factory=dict)  # records by `bases_record`
     _frozen: dict[str, Any] = field(default_factory=dict)  # digests of the frozen roles
 
@@ -253,7 +262,7 @@ class Run:
                 save_s=lambda: self.checkpoints.save_seconds() + batches.saving_s,
                 message=message,
             ),
-            StopRequest(came=self.stack.enter_context(stop_requests())),
+            StopRequest(came=self.stop_came),
         ]
 
     def _batches(self) -> Batches:
@@ -294,7 +303,22 @@ class Run:
         self.watch.enter("disk space", learn=False)
         wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.watch.enter("save")
-        self.checkpoints.save(step, items, loop_state, metrics)
+        own = self._own
+        assert own is not None
+
+        def save() -> None:
+            self.checkpoints.save(step, items, loop_state, metrics)
+            if step == own.total_steps or own.stopped:
+                self.checkpoints.wait()  # after the last save nobody waits for room
+
+        until_there_is_room(save, self.output.message)
+        self._kept = step
+
+    def loses_nothing(self) -> bool:
+        """True while the run starts, and while it compiles with every step saved."""
+        if self._own is None:
+            return True
+        return compiles() and self._own.step <= self._kept + 1 and self.checkpoints.is_idle()
 
     @property
     def _apart(self) -> list[str]:
@@ -369,18 +393,25 @@ def open_run(
     folder: RunFolder,
     watch: Watch | None = None,
     callbacks: Sequence[Callback] = (),
+    end_process: EndProcess | None = None,
 ) -> Iterator[Run]:
     """Plan the run, read its data, find its checkpoints, and open its output.
 
     Raises ValueError for a config that cannot work, before any array exists.
     """
-    started = time.perf_counter()
+    started, opened = time.perf_counter(), list[Run]()
     run_dir, save_by = folder.path, read_deadline(config.checkpoint.save_by)
-    STATUS("opening the tokenizer")
-    tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
-    set_chat_variables(tokenizer, config.data.chat_template_kwargs)
-    meshes = open_meshes(config, tokenizer)
     with ExitStack() as stack:
+        stop_came = stack.enter_context(
+            stop_requests(
+                loses_nothing=lambda: all(run.loses_nothing() for run in opened),
+                end_process=end_process,
+            )
+        )
+        STATUS("opening the tokenizer")
+        tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
+        set_chat_variables(tokenizer, config.data.chat_template_kwargs)
+        meshes = open_meshes(config, tokenizer)
         STATUS("reading the data and tracing the programs")
         compilations = stack.enter_context(count_compilations())
         begins = config.total_steps > 0 and not has_supervised(config)  # with the plan's programs
@@ -418,7 +449,7 @@ def open_run(
                 "no checkpoint was written in this folder, so the run begins again, from step 0; "
                 "--config.save_every=N writes one every N steps"
             )
-        yield Run(
+        run = Run(
             config=config,
             run_dir=run_dir,
             tokenizer=tokenizer,
@@ -431,6 +462,7 @@ def open_run(
             save_by=save_by,
             resume=resume,
             resume_step=resume_step,
+            stop_came=stop_came,
             stack=stack,
             watch=watch,
             started=started,
@@ -439,6 +471,10 @@ def open_run(
             callbacks=called,
             compilations=compilations,
         )
+        # A warm-up is kept by the save before the first step.
+        run._kept = -2 if supervised else resume_step or 0
+        opened.append(run)
+        yield run
 
 
 # ------------------------------------------------------------------------- folders
@@ -446,8 +482,10 @@ def open_run(
 
 def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:
     """The run's checkpoints; ConfigError when `resume` and the folder contradict each other."""
+    if is_main():
+        check_writable(run_dir / layout.CHECKPOINTS)
     checkpoints = CheckpointManager(
-        run_dir / "checkpoints",
+        run_dir / layout.CHECKPOINTS,
         keep_latest=config.checkpoint.keep_latest,
         keep_best=config.checkpoint.keep_best,
         best_metric=best_metric,

@@ -85,7 +85,10 @@ def test_what_a_kill_left_is_cleared_away(tmp_path):
     half_deleted = tmp_path / "deleted" / "global_step_0"
     shutil.copytree(tmp_path / "global_step_1", half_deleted)
     shutil.rmtree(half_deleted / "actor")
+    link = tmp_path / "deleted" / "link"
+    link.symlink_to(tmp_path / "global_step_2")  # as where a user moved a checkpoint by a link
     manager = open_manager(tmp_path)
+    assert not link.is_symlink()
     assert manager.latest() == 2
     assert not unfinished.exists() and not half_deleted.exists()
     save(manager, {3: 0.3})

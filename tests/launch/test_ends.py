@@ -10,9 +10,17 @@ import pytest
 
 from jaxrl_llm.algorithms.kl import kl_penalty
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.launch import interrupts
+from jaxrl_llm.launch import exits, interrupts
 from jaxrl_llm.launch.exits import UNREAD
 from jaxrl_llm.launch.main import run
+from jaxrl_llm.learner.losses import NONFINITE
+from jaxrl_llm.supervision.nonfinite import check_gradients
+
+
+@pytest.fixture(autouse=True)
+def this_process_goes_on(monkeypatch):
+    monkeypatch.setattr(exits, "leave", sys.exit)
+    monkeypatch.setattr(exits, "end_in_time", sys.exit)
 
 
 def ended(work, capsys, *argv: str) -> tuple[int, str]:
@@ -42,11 +50,46 @@ def test_our_own_value_errors_need_no_traceback(capsys):
     assert "error: no KL estimator 'k5'" in message
 
 
-def test_other_value_errors_keep_their_traceback():
-    with pytest.raises(ValueError, match="reshape"):
-        run(lambda argv: np.zeros(3).reshape(2).size, [])
-    with pytest.raises(ValueError, match="a bug"):
-        run(bug, [])
+def test_other_value_errors_keep_their_traceback(capsys):
+    code, message = ended(lambda argv: np.zeros(3).reshape(2).size, capsys)
+    assert code == 1 and "Traceback" in message and "reshape" in message
+    code, message = ended(bug, capsys)
+    assert code == 1 and "Traceback" in message and "a bug" in message
+
+
+def test_numbers_that_are_not_finite_are_one_sentence_and_not_repeated(capsys):
+    """A launcher repeats what ends with code 1, and the same step fails again."""
+
+    def trained(argv):
+        flags = np.array([False, True])
+        check_gradients({"actor/" + NONFINITE: flags}, {"actor": {"a": 0, "b": 0}}, 3)
+
+    code, message = ended(trained, capsys)
+    assert code == 2 and message.count("\n") == 1
+    assert "step 3: the gradient of the actor is not finite in b" in message
+
+
+WAITING = """
+import sys, threading
+from jaxrl_llm.launch import exits, main
+
+def work(arguments):
+    threading.Thread(target=threading.Event().wait).start()
+    if arguments:
+        raise RuntimeError(arguments[0])
+
+exits.END_S = 0.5
+main.run(work)
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [(None, 0), ("a fault", 1)])
+def test_no_thread_holds_up_the_end(argument, code):
+    """Orbax's threads of a failed save waited for 20 minutes at Python's exit."""
+    command = [sys.executable, "-c", WAITING, *([argument] if argument else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code
+    assert ("RuntimeError: a fault" in done.stderr) == bool(code)
 
 
 def bug(argv):
@@ -157,7 +200,7 @@ def test_output_without_a_buffer_stays_so():
         process.communicate("")
 
 
-def test_another_broken_pipe_keeps_its_traceback():
+def test_another_broken_pipe_keeps_its_traceback(capsys):
     def broken(arguments):
         reading, writing = os.pipe()
         os.close(reading)
@@ -166,8 +209,8 @@ def test_another_broken_pipe_keeps_its_traceback():
         finally:
             os.close(writing)
 
-    with pytest.raises(BrokenPipeError):
-        run(broken, [])
+    code, message = ended(broken, capsys)
+    assert code == 1 and "BrokenPipeError" in message
 
 
 CLOSED = """

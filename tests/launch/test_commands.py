@@ -50,7 +50,7 @@ def test_help_lists_the_commands_and_their_flags():
     assert {name.split()[0] for name in PARSERS} == set(COMMANDS)
     shown = jaxrl("train", "--help").stdout
     assert "--devices=N" in shown and "--dry_run" in shown
-    assert re.search(r"\n  rollout\.n  integer ≥ 1; default 1; Samples per prompt\n", shown)
+    assert re.search(r"\n  rollout\.n  integer ≥ 1; default 1; samples per prompt\n", shown)
     assert "\nalgorithm = grpo: " in shown
     assert "config keys" not in jaxrl("verify", "--help").stdout.lower()
     assert "--experts=N" in jaxrl("prepare", "upcycle", "--help").stdout

@@ -169,19 +169,11 @@ def test_a_function_that_cannot_be_sent_is_refused(tmp_path):
         rl.train(config(tmp_path), rewards=[bad], train_data=ROWS)
 
 
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = []
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([], "the rows are empty"),
         (["1+1="], "the first row is of type str; give one dict a row"),
-        ([{"prompt": "1+1=", "deep": nested(5000)}], "row 0 is nested too deeply"),
     ],
 )
 def test_rows_that_are_no_rows(tmp_path, rows, message):

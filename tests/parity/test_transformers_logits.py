@@ -63,6 +63,7 @@ def test_their_weights_give_their_logits(name):
     np.testing.assert_allclose(ours, make_goldens.logits(model, tokens), atol=1e-4)
 
 
+@pytest.mark.slow  # test_transformers_roundtrip.py exports every family, and compares there
 @pytest.mark.parametrize("kind", ["causal_lm", "scalar"])
 @pytest.mark.parametrize("name", make_goldens.CASES)
 def test_our_weights_give_our_logits_there(name, kind):

@@ -44,8 +44,11 @@ def torch_bits(model) -> dict[str, tuple]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CONFIGS)
+FAMILIES = [("float32", case) for case in CONFIGS] + [("bfloat16", "llama")]
+FAMILIES += [pytest.param("bfloat16", x, marks=pytest.mark.slow) for x in CONFIGS if x != "llama"]
+
+
+@pytest.mark.parametrize(("dtype", "case"), FAMILIES)
 def test_language_model(tmp_path, case, dtype):
     config = CONFIGS[case]
     source = write_directory(tmp_path / "source", config, dtype=dtype)

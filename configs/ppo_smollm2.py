@@ -13,7 +13,7 @@ The same command works, slowly, on a CPU; there take fewer prompts a step:
 
 from jaxrl_llm import config as c
 
-TWO_TERMS = c.ChainSum(num_terms=2, size=1200)  # of 184 problems
+TWO_TERMS = c.ChainSum(num_terms=2, size=1200)  # 184 problems
 THREE_TERMS = c.ChainSum(num_terms=3)  # 3,581 problems
 CORRECT = c.ExactAnswer(extract="last_number")
 

@@ -127,7 +127,7 @@ class Attention(Layer):
         linear = projection_of(form)
         projection = partial(linear, bias=config.attention_bias, dtype=dtype)
         self.gated = config.attention_gate
-        parts = 2 if self.gated else 1  # of the queries' projection: a head's query, then its gate
+        parts = 2 if self.gated else 1  # parts of the queries' projection: query and gate of a head
         if form.endswith("separate"):
             self.q = projection((D, N, parts * H), ("embed", "q_heads", "head_dim"))
             self.k = projection((D, K, H), ("embed", "kv_heads", "head_dim"))

@@ -388,11 +388,11 @@ def _at(tree: Any, path: Sequence[str]) -> Any:
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, init: str, std: float
 ) -> jax.Array:
-    if init.startswith("uniform"):  # of A, within 1 / sqrt(inputs), as PEFT draws it
+    if init.startswith("uniform"):  # an A, within 1 / sqrt(inputs), as PEFT draws it
         inputs = shape[1:-1] if init == "uniform_each" else shape[:-1]
         bound = math.prod(inputs) ** -0.5
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
-    if init == "log_uniform":  # of a gated delta rule's decay
+    if init == "log_uniform":  # the decay of a gated delta rule
         return jnp.log(jax.random.uniform(key, shape, jnp.float32, 0.01, 16.0)).astype(dtype)
     if init == "unit_normal":
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)

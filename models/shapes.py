@@ -186,7 +186,7 @@ def num_parameters(config: ModelConfig) -> int:
     matmuls += config.num_expert_layers * experts * expert_matmuls(config)
     of_experts = config.num_expert_layers * experts * expert_biases(config)
     if config.expert_bias:
-        of_experts += config.num_expert_layers * experts  # of the router
+        of_experts += config.num_expert_layers * experts  # routers
     biases = (N + 2 * K) * H if config.attention_bias else 0
     biases += D if config.attention_out_bias else 0
     biases += N if config.attention_sinks else 0

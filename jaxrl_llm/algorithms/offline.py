@@ -26,7 +26,7 @@ from jaxrl_llm.references import nearest
 REFERENCE = "reference_"
 BASELINE = "baseline"
 LOGPROBS, SCORES = "_logprobs", "_scores"
-LANGUAGE = (LOGPROBS, "_lengths", "_row_logprobs", "_row_lengths")  # of a language model
+LANGUAGE = (LOGPROBS, "_lengths", "_row_logprobs", "_row_lengths")  # fields of a language model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,11 +83,11 @@ class Sources:
     training rows, and held-out rows come from files and tasks as if there were no class.
     """
 
-    rows: Sequence[Mapping[str, Any]] | None = None  # of a Python program
+    rows: Sequence[Mapping[str, Any]] | None = None  # rows of a Python program
     files: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
-    split: str = "train"  # of tasks and dataset_class: train | held_out
-    prompt_style: str = "plain"  # of the tasks: plain | chat
+    split: str = "train"  # split of tasks and dataset_class: train | held_out
+    prompt_style: str = "plain"  # style of the tasks: plain | chat
     dataset_class: str = ""
     shape: Shape = Shape()  # shape of the rows that files and dataset_class give
     key: str = ""  # the config key of the files and tasks, for messages; "" follows `split`
@@ -125,7 +125,7 @@ class RowRules:
     """How rows are handled that are too long or bad."""
 
     max_length: int  # tokens of a prompt, or of prompt and completion together
-    truncation: str = "error"  # of longer rows: error | left | right | middle
+    truncation: str = "error"  # handling of longer rows: error | left | right | middle
     filter_overlong: bool = False  # leave longer rows out instead, and count them
     max_bad_fraction: float = 0.0  # fraction of rows that may be set aside
     bad_rows_file: str | Path | None = None  # JSON lines; each bad row is added once

@@ -29,7 +29,7 @@ class PublicSet:
 
     hub: str  # OWNER/NAME or OWNER/NAME/CONFIG
     splits: Mapping[str, str]  # our name -> the set's
-    columns: tuple[str, ...]  # that are read
+    columns: tuple[str, ...]  # names of the columns that are read
     convert: Callable[[Row, str], dict[str, Any]]  # ValueError for a row that cannot be used
     instruction: str
     reward: str  # the reward function that fits

@@ -14,38 +14,35 @@ from jaxrl_llm.evaluation.answer_settings import AnswerSettings
 from jaxrl_llm.evaluation.answering import Answer, OpenModel, check_lengths, complete, read_prompts
 
 PROMPT_COLUMNS = ("prompt", "messages", "question")
-ANSWER_COLUMNS = ("responses", "finished")
-TOKEN_COLUMNS = ("tokens", "logprobs")  # with `logprobs`
 
 
 def answer_file(
     model: OpenModel,
     prompts: str,
     output: Path,
-    how: AnswerSettings,
+    settings: AnswerSettings,
     *,
     logprobs: bool = False,
 ) -> int:
-    """Answer every row of a data file, `how.n` times; write a JSON line for each. Their number.
+    """Answer every row of a data file, `settings.n` times, as JSON lines. Returns their number.
 
     A row has the column prompt, messages or question. Its line has all of its columns, and
     `responses` and `finished`; with `logprobs` also the tokens and log-probs of each response.
-    Each batch is written when it is done.
+    They replace columns of these names. Each batch is written when it is done.
 
-    Raises: ConfigError for a row without a prompt, with one that is too long, or with a column that
-        the answers would replace. It comes before `output` is made.
+    Raises: ConfigError for a row without a prompt, or with one that is too long, before `output`
+        is made.
     """
     pairs = list(prompt_rows(prompts))
     if not pairs:
         raise ConfigError(f"--prompts={prompts} has no row; give a file with prompts")
     rows, prompt_texts = [row for row, _ in pairs], [prompt for _, prompt in pairs]
     names = [f"{row.source} row {row.row}" for row in rows]
-    _check_columns(rows, (*ANSWER_COLUMNS, *(TOKEN_COLUMNS if logprobs else ())))
-    read = read_prompts(prompt_texts, model.tokenizer, chat=how.chat, names=names)
+    read = read_prompts(prompt_texts, model.tokenizer, chat=settings.chat, names=names)
     check_lengths(model, read, names)
     done = 0
     with open(output, "x", encoding="utf-8") as file:
-        for batch in complete(model, read, how):
+        for batch in complete(model, read, settings):
             for row, answer in zip(rows[done:], batch, strict=False):
                 _write(file, row.data, answer, logprobs)
             file.flush()
@@ -74,15 +71,6 @@ def prompt_rows(prompts: str) -> Iterator[tuple[RawRow, str | Sequence[Any]]]:
                     f"{PROMPT_COLUMNS[-1]} with text or messages; its columns: {have}"
                 )
             yield row, prompt
-
-
-def _check_columns(rows: Sequence[RawRow], ours: Sequence[str]) -> None:
-    for row in rows:
-        if taken := [name for name in ours if name in row.data]:
-            raise ConfigError(
-                f"{row.source} row {row.row} has the column {taken[0]}, which the answers would "
-                "replace; rename or drop it"
-            )
 
 
 def _write(file: IO[str], row: dict[str, Any], answer: Answer, logprobs: bool) -> None:

@@ -13,7 +13,12 @@ HELP = "/reset begins a new conversation, /exit ends; Ctrl-C ends an answer"
 
 
 def chat(
-    model: OpenModel, lines: Iterable[str], out: TextIO, how: StreamSettings, *, system: str = ""
+    model: OpenModel,
+    lines: Iterable[str],
+    out: TextIO,
+    settings: StreamSettings,
+    *,
+    system: str = "",
 ) -> None:
     """Answer each line, and show the answer while it is made. All turns stay in the conversation.
 
@@ -34,7 +39,7 @@ def chat(
         elif text:
             asked = [*messages, {"role": "user", "content": text}]
             try:
-                answer = _show(model.stream(asked, **vars(how)), out)
+                answer = _show(model.stream(asked, **vars(settings)), out)
             except ValueError as error:
                 print(f"{error}, or begin again with /reset", file=out, flush=True)
                 continue
@@ -42,7 +47,7 @@ def chat(
                 messages = [*asked, {"role": "assistant", "content": answer}]
             else:
                 print("(no answer; the conversation goes on without it)", file=out, flush=True)
-            how = replace(how, seed=how.seed + 1)
+            settings = replace(settings, seed=settings.seed + 1)
 
 
 def _show(pieces: Iterator[str], out: TextIO) -> str:

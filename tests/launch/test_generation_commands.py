@@ -104,8 +104,6 @@ def test_mistakes_are_named(folder, tmp_path, flags, message):
         ([{"prompt": "hi"}, {"prompt": "x" * 5000}], r"rows\.jsonl row 1 has \d+ tokens and the"),
         ([{"prompt": "hi"}, {"prompt": [{"role": "user"}]}], "row 1: .*neither a text"),
         ([{"prompt": "hi"}, {"prompt": "\ud800"}], "row 1: .*surrogate"),
-        ([{"prompt": "hi", "finished": 1}], "row 0 has the column finished, which the"),
-        ([{"prompt": "hi", "tokens": 1}], "row 0 has the column tokens, which the answers would"),
         ([{"prompt": "[{'role': 'user'}]"}], "row 0: column 'prompt' holds .*: write JSON"),
         ([], r"--prompts=.*rows\.jsonl has no row"),
     ],

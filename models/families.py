@@ -71,43 +71,6 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
     for kind, architecture in family.ARCHITECTURES.items()
 }
 
-_IMAGES = "an image encoder; its language model alone may be supported"
-_LAYER_NORMS = "LayerNorm with biases"
-# Missing features of architectures, by the start of their name or model_type, without underscores
-# and in any case. The first one counts.
-MISSING: dict[str, str] = {
-    "Gemma3n": "per-layer embeddings and alternating updates",
-    "Gemma3ForConditionalGeneration": _IMAGES,
-    "Llama4": "chunked attention and the temperature of layers without rope",
-    "Qwen2Moe": "a family file: the gate of its shared experts is here",
-    "Qwen35": _IMAGES,
-    "DeepseekV2": "a softmax router that chooses among groups of experts",
-    "DeepseekV32": "sparse attention",
-    "DeepseekV4": "sparse attention and hyper-connections",
-    "GlmMoe": "sparse attention",
-    "Glm4Moe": "a family file: partial rope and norms of q and k with a sigmoid router",
-    "GraniteMoeHybrid": "state space layers",
-    "GraniteMoe": "one tensor for all experts of a layer in the files",
-    "Phi3Small": "block-sparse attention",
-    "PhiMoE": f"{_LAYER_NORMS} and its sparse mixer as a router",
-    "Phi4M": _IMAGES,
-    "Phi3V": _IMAGES,
-    "PhiFor": _LAYER_NORMS,
-    "Mamba": "state space layers",
-    "FalconMamba": "state space layers",
-    "Jamba": "state space layers",
-    "Zamba": "state space layers",
-    "Bamba": "state space layers",
-    "NemotronH": "state space layers",
-    "Nemotron": f"{_LAYER_NORMS} and a squared activation",
-    "Cohere": f"{_LAYER_NORMS} and attention parallel to the MLP",
-    "Falcon": f"{_LAYER_NORMS} and attention parallel to the MLP",
-    "GPT": f"{_LAYER_NORMS} and an MLP without a gate",
-    "OPT": f"{_LAYER_NORMS} and learned positions",
-    "Starcoder2": _LAYER_NORMS,
-    "MiniCPM3": "multi-head latent attention",
-}
-
 
 def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     """The family and kind that a config.json names.
@@ -123,11 +86,9 @@ def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     if not named and hf.get("model_type") in FAMILIES:
         return hf["model_type"], "causal_lm"
     what = ", ".join(named) or f"model_type {hf.get('model_type')!r}"
-    plain = (named or [str(hf.get("model_type"))])[0].replace("_", "").lower()
-    lacks = (missing for start, missing in MISSING.items() if plain.startswith(start.lower()))
-    lack = next((f" (it needs {missing})" for missing in lacks), "")
     raise ValueError(
-        f"architecture {what} is not supported{lack}: supported are {', '.join(ARCHITECTURES)}"
+        f"architecture {what} is not supported (docs/models.md): supported are "
+        f"{', '.join(ARCHITECTURES)}"
     )
 
 

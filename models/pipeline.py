@@ -66,19 +66,17 @@ class Pipeline:
         layers = config.num_layers - first
         if config.splits_alike(groups):
             return
-        fits = max(n for n in range(1, groups + 1) if config.splits_alike(n))
-        works = f"a product of {fits}" if self.rounds > 1 else f"config.mesh.pipeline={fits}"
         if layers % groups:
             which = f" {layers} layers of experts" if first else f" {layers}"
             raise ValueError(
                 f"config.mesh.pipeline={self.stages} with config.mesh.pipeline_rounds="
                 f"{self.rounds} makes {groups} groups of layers, which do not divide the model's"
-                f"{which}; {works} works"
+                f"{which}"
             )
         raise ValueError(
             f"config.mesh.pipeline={self.stages}: stages compute the same rules, windows and rope "
             f"tables in the same order, and groups of {layers // groups} of this model's layers "
-            f"differ from each other; {works} works"
+            "differ from each other"
         )
 
     def check_adapters(self, config: ModelConfig, layers: Mapping[str, Any]) -> None:

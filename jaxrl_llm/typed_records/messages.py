@@ -1,7 +1,7 @@
 """Errors of a config, in our words: what is wrong with a value, and one that works."""
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,7 +27,7 @@ class UnknownKeyError(ConfigError):
         self.key, self.value = key, value
 
 
-UNKNOWN, LACKS = "unknown_key", "lacks_key"  # types of our own errors
+UNKNOWN = "unknown_key"  # type of our own error
 # A type -> what a message asks for.
 EXPECTED = {
     "bool": "true or false",
@@ -38,13 +38,7 @@ EXPECTED = {
     "string": "text",
     "tuple": "a list [a,b,…]",
 }
-# A bound -> its words, and a value on the right side of it. Others of a field are on its far side.
-_BOUNDS: dict[str, tuple[str, Callable[[float], float]]] = {
-    "ge": ("{} or more", lambda bound: bound),
-    "le": ("at most {}", lambda bound: bound),
-    "gt": ("above {}", lambda bound: bound + 1),
-    "lt": ("below {}", lambda bound: bound / 2 if bound > 0 else bound - 1),
-}
+_BOUNDS = {"ge": "{} or more", "le": "at most {}", "gt": "above {}", "lt": "below {}"}
 MOST_SHOWN = 200  # characters of a value in a message
 
 
@@ -57,11 +51,8 @@ def explain(error: ValidationError, holder: Any, key: str) -> ConfigError:
         name, known = context["name"], context["known"]
         hint = nearest(name, known, prefix=f"{here}.")
         return ConfigError(f"unknown key {here}.{name}{hint}\nkeys of {here}: {', '.join(known)}")
-    if kind == LACKS:
-        form = f"{{kind: {context['kind']}, {context['name']}: …}}"
-        return ConfigError(f"{here}.{context['name']} is missing: it has no default; write {form}")
     if kind.startswith("missing"):
-        return ConfigError(f"{here} is missing: it has no default; write {{{place[-1]}: …}}")
+        return ConfigError(f"{here} is missing: it has no default")
     value = first["input"]
     typed = isinstance(value, Text) and value.isprintable()
     text = value[:MOST_SHOWN] if typed else shown(value, MOST_SHOWN)
@@ -82,11 +73,9 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
         choices = ast.literal_eval(f"[{context['expected'].replace(' or ', ', ')}]")
         words = [str(choice) for choice in choices]
         return f"expected one of {', '.join(words)}{nearest(str(value), words)}"
-    for name, (words, beyond) in _BOUNDS.items():
+    for name, words in _BOUNDS.items():
         if name in context:
-            bound = context[name]
-            works = beyond(bound) if works is None else works
-            return f"must be {words.format(number_text(bound))}; {number_text(works)} works"
+            return f"must be {words.format(number_text(context[name]))}{end}"
     if kind == "finite_number":
         return f"must be a finite number{end}"
     if "min_length" in context or "max_length" in context:

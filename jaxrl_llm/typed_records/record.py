@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -24,7 +23,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import FreeDict
-from jaxrl_llm.typed_records.messages import LACKS, MOST_SHOWN, UNKNOWN
+from jaxrl_llm.typed_records.messages import MOST_SHOWN, UNKNOWN
 
 __all__ = ["Custom", "Kind", "Record"]
 
@@ -145,14 +144,7 @@ def one_of(*kinds: type[Kind]) -> PlainValidator:
             if kind.endswith(".py") and Custom in kinds:
                 hint = f": write {kind}:NAME for a function of that file"
             raise ValueError(f"there is no {kind}{hint}\nthere are: {known}")
-        try:
-            return validate(table[kind], {key: value[key] for key in value if key != "kind"})
-        except ValidationError as error:  # of a missing key we say the kind, too
-            first = error.errors(include_url=False)[0]
-            if not first["type"].startswith("missing") or len(first["loc"]) != 1:
-                raise
-            context = {"name": first["loc"][0], "kind": kind}
-            raise PydanticCustomError(LACKS, "{name} is missing", context) from None
+        return validate(table[kind], {key: value[key] for key in value if key != "kind"})
 
     return PlainValidator(read)
 

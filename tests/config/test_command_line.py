@@ -413,7 +413,6 @@ def test_types_of_the_file_are_checked_and_completed(config_file):
             "--config.warmup={batch_size: 100, micro_batch_size: 40}",
             ["must divide the 100 samples"],
         ),
-        ("--config.profile.steps=[3000]", ["is the last step"]),
         ("--seed=1", ["unknown flag --seed", "did you mean --config.seed"]),
         ("--confg.seed=1", ["unknown flag --confg.seed"]),
         ("--config.seed", ["--config.seed has no value"]),

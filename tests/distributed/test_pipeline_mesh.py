@@ -193,11 +193,9 @@ def test_a_tick_keeps_no_weights():
 
 def test_layers_that_stages_cannot_share():
     config = model_config(num_layers=6, sliding_window=(None,) * 5 + (4,))
-    with pytest.raises(ValueError, match="4 groups of layers.* 6; a product of 3 works"):
+    with pytest.raises(ValueError, match="4 groups of layers.* 6"):
         Pipeline(stages=2, rounds=2).check(replace(config, sliding_window=()))
-    with pytest.raises(ValueError, match="4 groups of layers.* 6; a product of 1 works"):
-        Pipeline(stages=2, rounds=2).check(config)
-    with pytest.raises(ValueError, match="groups of 2 .* differ .*pipeline=1 works"):
+    with pytest.raises(ValueError, match="groups of 2 .* differ "):
         Pipeline(stages=3).check(config)
     Pipeline(stages=3).check(replace(config, sliding_window=(None, 4) * 3))
 

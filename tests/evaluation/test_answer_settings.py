@@ -25,7 +25,6 @@ def test_keyword_arguments_are_the_settings():
         ({"temprature": 1}, "unknown key generate.temprature; did you mean 'generate.temperature'"),
         ({"temperature": -1}, "generate.temperature=-1: must be 0 or more; 1 works"),
         ({"temperature": "warm"}, "generate.temperature='warm': expected a number"),
-        ({"n": True}, "generate.n=True: expected an integer"),
         ({"top_p": 0}, "generate.top_p=0: must be above 0; 1 works"),
         ({"stop": [""]}, "generate.stop.0='': must have at least 1 character"),
         ({"chat": 3}, "generate.chat=3: expected true or false"),

@@ -440,11 +440,7 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["Gemma3nForCausalLM"]}, r"Gemma3nFor.*\(it needs per-layer embeddings"),
-        ({"architectures": ["Bert"]}, "architecture Bert is not supported: supported are"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "the gate of its shared experts"),
-        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "an image encoder"),
-        ({"architectures": None, "model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not .*an image"),
+        ({"architectures": ["Bert"]}, "architecture Bert is not supported .*: supported are"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -59,7 +59,7 @@ def data(c: Config) -> Faults:
 
 
 def steps(c: Config) -> Faults:
-    """Phases are online, and leave steps for the algorithm. Traced steps are steps of the run."""
+    """Phases are online, and leave steps for the algorithm."""
     for i, phase in enumerate(c.phases):
         if is_offline(c) or phase.algorithm.offline:
             why = "phases are of online algorithms, and an offline one is here"
@@ -67,8 +67,6 @@ def steps(c: Config) -> Faults:
     total = sum(phase.steps for phase in c.phases)
     if c.phases and total >= c.total_steps:
         yield f"<phases>: they take {total} of <total_steps> and leave none for config.algorithm"
-    if any(step > c.total_steps for step in c.profile.steps):
-        yield "<profile.steps>: <total_steps> is the last step, and none is traced after it"
 
 
 def rewards(c: Config) -> Faults:
@@ -155,7 +153,7 @@ def models(c: Config) -> Faults:
             )
         yield from sizes.splits(c, key, model)
         if adapted and model.lora.enabled and not model.lora.targets:
-            yield f"<{key}.lora.targets>: it is empty; all-linear is usual"
+            yield f"<{key}.lora.targets>: it is empty, so nothing would learn"
         if isinstance(model, CriticConfig):
             yield from _shared_weights(c, model)
 

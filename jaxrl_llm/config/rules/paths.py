@@ -39,11 +39,8 @@ def rows(c: Config) -> Faults:
 def folders(c: Config) -> Faults:
     """Folders of models, tokenizers, adapters and checkpoints are there."""
     for key, path, expected in _folders(c):
-        there = is_file(path) if path.endswith(".json") else path and is_folder(path)
-        if not there:
-            is_other = path.endswith(".json") and is_folder(Path(path).parent)
-            hint = "" if is_other else nearest_file(Path(path))  # no other file of it would do
-            yield f"<{key}>: expected {expected}{hint}"
+        if not (is_file(path) if path.endswith(".json") else is_folder(path)):
+            yield f"<{key}>: expected {expected}{nearest_file(Path(path))}"
     for key, judge in every(c, Judge):
         if judge.cache_file and is_folder(judge.cache_file):
             yield f"<{key}.cache_file>: it is a folder; {judge.cache_file}/answers.jsonl works"
@@ -60,12 +57,8 @@ def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
             small = f"as scripts/prepare_model.py smollm2 --output={model.path} writes it"
             yield f"{key}.path", model.path, f"the folder of a model, {small}"
         if isinstance(model, AdaptedSettings) and model.lora.path:
-            folder = Path(model.lora.path)
-            expected = "a folder with adapter_config.json, as PEFT writes it"
-            if is_folder(folder):
-                command = f"jaxrl export --model={folder} --output={folder.name}-adapter --adapter"
-                expected += f"; of a run with adapters, {command} writes it"
-            yield f"{key}.lora.path", str(folder / "adapter_config.json"), expected
+            expected = "a folder with adapter_config.json, as PEFT or jaxrl export writes it"
+            yield f"{key}.lora.path", f"{model.lora.path}/adapter_config.json", expected
 
 
 def functions(c: Config) -> Faults:

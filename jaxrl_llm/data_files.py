@@ -69,7 +69,7 @@ def hub_name(text: str) -> HubName | None:
 def check_hub(name: HubName) -> None:
     """Raises ValueError where data sets of the hub cannot be loaded."""
     if find_spec("datasets") is None:
-        raise ValueError(f"{name} needs the package datasets: pip install 'jaxrl_llm[hub]'")
+        raise ValueError(f"{name} needs the package datasets: pip install datasets")
 
 
 def check_files(pattern: str) -> None:

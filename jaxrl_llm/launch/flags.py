@@ -182,7 +182,7 @@ PREPARE_DATA = Parser(
     """Write a public set: jaxrl prepare data gsm8k|math|math500|aime24|mbpp --output=DIR
 
     The set comes from the Hugging Face hub, by the package datasets (pip install
-    'jaxrl_llm[hub]'). Each split is a file of JSON lines with the columns prompt, ground_truth
+    datasets). Each split is a file of JSON lines with the columns prompt, ground_truth
     and data_source."""
 )
 PREPARE_DATA.add_argument("name", metavar="NAME", help="name of the set")

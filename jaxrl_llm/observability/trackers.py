@@ -1,21 +1,27 @@
 """Trackers that show a run elsewhere: TensorBoard, W&B, Trackio, MLflow, or a class of yours.
 
-`config.log.trackers` names them. Each gets the same calls, on the main process. The failure of one
-is reported once, and the run goes on: metrics.jsonl has everything.
+`config.log.trackers` names them. Each gets the same calls, on the main process, in a thread of its
+own. No failure or delay of one reaches the run: metrics.jsonl has everything.
 """
 
+import importlib
 import json
 import os
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, Protocol
 
+from jaxrl_llm.config import LogConfig
 from jaxrl_llm.config.rules.paths import PACKAGES
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP
 from jaxrl_llm.references import load
@@ -23,6 +29,10 @@ from jaxrl_llm.references import load
 IDS = "trackers.json"  # in the run's folder: ids by tracker, under which a resumed run goes on
 PROJECT = "jaxrl_llm"  # where the tracker's own variable names none
 MOST_FAILURES = 5  # in a row, after which a tracker is not called again
+MOST_WAITING = 1000  # calls that wait for a tracker; further ones are dropped
+OPEN_S = 300.0  # for a tracker to open
+CLOSE_S = 120.0  # for a tracker to write what is left at the end
+GOES_ON = "the run goes on, and metrics.jsonl has everything"
 # Failures of other people's code. sys.exit would end a run with the code of a success.
 FAILURES = (Exception, SystemExit)
 LONGEST_PARAMETER = 500  # characters of a value of MLflow
@@ -93,6 +103,12 @@ class RunTracker(Protocol):
 # ------------------------------------------------------------------------- opening
 
 
+def tracker_names(log: LogConfig) -> list[str]:
+    """The trackers of a run, each once."""
+    names = [*(["tensorboard"] if log.tensorboard else []), *log.trackers]
+    return list(dict.fromkeys(names))
+
+
 def open_trackers(
     names: Sequence[str], run: TrackedRun, say: Callable[[str], None]
 ) -> list["Guarded"]:
@@ -100,63 +116,125 @@ def open_trackers(
 
     Raises: ValueError when one cannot be opened: at the start nobody is surprised.
     """
-    found: list[Guarded] = []
+    trackers: list[Guarded] = []
     makers = {name: TRACKERS[name] if name in TRACKERS else load(name) for name in names}
     for name, make in makers.items():
-        try:
-            tracker = make(run)
-        except FAILURES as error:
-            for opened in found:
+        tracker = Guarded(name, partial(make, run), say)
+        if error := tracker.open():
+            for opened in trackers:
                 opened.close()
+            key = "set config.log.tensorboard=false" if name == "tensorboard" else ""
             raise ValueError(
-                f"the tracker {name} could not be opened ({type(error).__name__}: {error}); "
-                "repair it, or leave it out of config.log.trackers"
-            ) from error
-        found.append(Guarded(name, tracker, say))
-    return found
+                f"the tracker {name} could not be opened ({error}); repair it, or "
+                f"{key or 'leave it out of config.log.trackers'}"
+            )
+        trackers.append(tracker)
+    return trackers
+
+
+def import_packages(names: Sequence[str]) -> None:
+    """Import the packages of trackers, before anything that takes longer.
+
+    Raises: ValueError for one that is there and cannot be imported.
+    """
+    for name in names:
+        if name in PACKAGES:
+            try:
+                with _hidden("torch"):
+                    importlib.import_module(PACKAGES[name])
+            except FAILURES as error:
+                raise ValueError(
+                    f"the tracker {name}: its package {PACKAGES[name]} cannot be imported "
+                    f"({type(error).__name__}: {error}); install it again, or leave {name} out"
+                ) from None
 
 
 class Guarded:
-    """A tracker whose failures do not end a run: the first is reported, and the run goes on."""
+    """A tracker in a thread of its own: it can neither end a run nor hold it up.
 
-    def __init__(self, name: str, tracker: RunTracker, say: Callable[[str], None]):
-        self._name, self._tracker, self._say = name, tracker, say
-        self._failures, self._reported = 0, False
+    The first failure is reported. What it does not take in time is dropped.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], RunTracker], say: Callable[[str], None]
+    ) -> None:
+        self._name, self._make, self._say = name, make, say
+        self._failures, self._said = 0, set[str]()
+        self._opened: Future[RunTracker] = Future()
+        self._calls: Queue[Callable[[RunTracker], None] | None] = Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+
+    def open(self) -> str:
+        """Open the tracker. Returns what went wrong, else an empty text."""
+        self._thread.start()
+        try:
+            self._opened.result(OPEN_S)
+        except TimeoutError:
+            return f"it took more than {OPEN_S:g} s"
+        except FAILURES as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str = "") -> None:
         """The metrics of a step."""
-        self._call(lambda: self._tracker.log(step, metrics, phase))
+        self._call(lambda tracker: tracker.log(step, dict(metrics), phase))
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text of a step."""
-        self._call(lambda: self._tracker.text(step, name, text))
+        self._call(lambda tracker: tracker.text(step, name, text))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Some samples of a step."""
-        self._call(lambda: self._tracker.samples(step, samples))
+        self._call(lambda tracker: tracker.samples(step, samples))
 
     def close(self) -> None:
-        """Write what is left, also of a tracker that failed before."""
-        if self._failures < MOST_FAILURES:
-            self._call(lambda: self._tracker.close())
-        else:
-            with suppress(*FAILURES):  # what is wrong was said
-                self._tracker.close()
+        """Write what is left, for CLOSE_S at most."""
+        deadline = time.monotonic() + CLOSE_S
+        with suppress(Full):
+            self._calls.put(None, timeout=CLOSE_S)
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._say_once(f"the tracker {self._name} did not end in {CLOSE_S:g} s; {GOES_ON}")
 
-    def _call(self, action: Callable[[], None]) -> None:
-        if self._failures >= MOST_FAILURES:
+    def _call(self, call: Callable[[RunTracker], None]) -> None:
+        try:
+            self._calls.put_nowait(call)
+        except Full:
+            self._say_once(f"the tracker {self._name} is too slow and loses values; {GOES_ON}")
+
+    def _work(self) -> None:
+        try:
+            tracker = self._make()
+        except BaseException as error:
+            self._opened.set_exception(error)
             return
+        self._opened.set_result(tracker)
+        while (call := self._calls.get()) is not None:
+            if self._failures < MOST_FAILURES:
+                self._try(partial(call, tracker))
+        if self._failures < MOST_FAILURES:
+            self._try(tracker.close)
+        else:
+            with suppress(*FAILURES):  # its failures were reported
+                tracker.close()
+
+    def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
             self._failures = 0
         except FAILURES as error:
             self._failures += 1
-            what = f"the tracker {self._name} failed ({type(error).__name__}: {error})"
-            if not self._reported:
-                self._say(f"{what}; the run goes on, and metrics.jsonl has everything")
+            failed = f"the tracker {self._name} failed"
+            if failed not in self._said:
+                self._say(f"{failed} ({type(error).__name__}: {error}); {GOES_ON}")
+                self._said.add(failed)
             elif self._failures == MOST_FAILURES:
-                self._say(f"{what} {MOST_FAILURES} times in a row; it is not called again")
-            self._reported = True
+                self._say(f"{failed} {MOST_FAILURES} times in a row; it is not called again")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
 
 # ------------------------------------------------------------------------- packages
@@ -169,46 +247,85 @@ class TensorBoard:
     """
 
     def __init__(self, run: TrackedRun):
-        # tensorboardX imports torch where it is installed. That takes 3 CPU-seconds and serves only
-        # torch tensors, which are never logged here.
-        with _hidden("torch"):
-            from tensorboardX import SummaryWriter
-        self._new_writer: Any = SummaryWriter
         self._folder = run.run_dir / "tensorboard"
         purge = 0 if run.resume_step is None else run.resume_step + 1
-        self._writer = SummaryWriter(str(self._folder), purge_step=purge)
-        self._phases: dict[str, Any] = {}
-        self._run, self._last = run, {}
+        self._file = EventsFile(self._folder, purge)
+        self._phases: dict[str, EventsFile] = {}
+        self._run, self._last = run, dict[str, float]()
         if run.resume_step is None:
-            text = json.dumps(run.config, indent=2)
-            self._writer.add_text("config", f"```\n{text}\n```", 0)
+            self._file.text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", 0)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
-        writer = self._writer
+        file = self._file
         if phase:  # steps of its own, so a run of its own
             if phase not in self._phases:
                 # It always begins again, so what a run that was killed wrote of it is hidden.
-                folder = str(self._folder / phase)
-                self._phases[phase] = self._new_writer(folder, purge_step=0)
-            writer = self._phases[phase]
+                self._phases[phase] = EventsFile(self._folder / phase, 0)
+            file = self._phases[phase]
         else:
             self._last |= metrics
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        file.scalars(metrics, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._writer.add_text(name, text, step)
+        self._file.text(name, text, step)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._writer.add_text("samples", as_markdown(samples), step)
+        self.text(step, "samples", as_markdown(samples))
 
     def close(self) -> None:
         chosen = {
             n: x for n, x in self._last.items() if n.startswith(("val-core/", "critic/score/m"))
         }
-        self._writer.add_hparams(self._run.flat_config(), chosen, name="hparams")
-        for writer in (self._writer, *self._phases.values()):
-            writer.close()
+        hparams = EventsFile(self._folder / "hparams", None)
+        hparams.hparams(self._run.flat_config(), chosen)
+        for file in (self._file, hparams, *self._phases.values()):
+            file.close()
+
+
+class EventsFile:
+    """A file of TensorBoard, which is on disk after each call.
+
+    tensorboardX's own writer has a thread. An error of the disk ended it, and the next call of the
+    run waited for ever.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        # tensorboardX imports torch where it is installed. That takes 3 CPU-seconds and serves only
+        # torch tensors, which are never logged here.
+        with _hidden("torch"):
+            from tensorboardX import event_file_writer, summary
+            from tensorboardX.proto import event_pb2
+        folder.mkdir(parents=True, exist_ok=True)
+        self._events: Any = event_pb2
+        self._summary: Any = summary
+        self._writer: Any = event_file_writer.EventsWriter(str(folder / "events"))
+        if purge_step is not None:
+            log = self._events.SessionLog
+            event = partial(self._events.Event, step=purge_step)
+            self._write(event(file_version="brain.Event:2"))
+            self._write(event(session_log=log(status=log.START)))
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._add(step, *(self._summary.scalar(name, x) for name, x in values.items()))
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._add(step, self._summary.text(name, text))
+
+    def hparams(self, config: dict[str, Any], metrics: dict[str, float]) -> None:
+        self._add(0, *self._summary.hparams(config, metrics))
+        self.scalars(metrics, 0)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, *summaries: Any) -> None:
+        for each in summaries:
+            self._write(self._events.Event(summary=each, step=step))
+        self._writer.flush()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write_event(event)
 
 
 class WandB:
@@ -307,11 +424,17 @@ class MLflow:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         prefix, now = f"{phase}/" if phase else "", int(time.time() * 1000)
-        found = [
+        batch = [
             Metric(mlflow_name(f"{prefix}{name}"), float(x), now, step)
             for name, x in metrics.items()
         ]
-        self._client.log_batch(self._id, metrics=found)
+        try:
+            self._client.log_batch(self._id, metrics=batch)
+        except Exception as error:  # it took none: all but the ones that are wrong
+            for metric in batch:
+                with suppress(Exception):
+                    self._client.log_batch(self._id, metrics=[metric])
+            raise error from None
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._id, text, f"{name}/{step:08d}.md")
@@ -336,8 +459,15 @@ assert set(PACKAGES) == set(TRACKERS)
 
 
 def mlflow_name(name: str) -> str:
-    """A metric's name in the letters that MLflow allows."""
-    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+    """A metric's name in the letters and parts that MLflow allows; other names have another.
+
+    A part of a path may not be empty, `.` or `..`; another character is its code.
+    """
+    parts = [
+        re.sub(r"[^\w\-. :]", lambda found: f"_{ord(found[0]):x}_", part.replace("@", "_at_"))
+        for part in name.split("/")
+    ]
+    return "/".join(f"_{part}_" if part in ("", ".", "..") else part for part in parts)
 
 
 def as_markdown(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -67,7 +67,7 @@ def prepare(**_: Any) -> None:
     """Before a run: whether math-verify is there. Raises ValueError."""
     if find_spec("math_verify") is None:
         raise ValueError(
-            "the grader math_answer needs the package math-verify: pip install 'jaxrl_llm[math]'"
+            "the grader math_answer needs the package math-verify: pip install math-verify"
         )
 
 

@@ -30,7 +30,7 @@ from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
-from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers
+from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers, tracker_names
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.stage import StepContext
@@ -139,14 +139,13 @@ class RunOutput(MetricsLog):
             samples_every=config.log.samples_every,
         )
         self._stack.callback(self.console.close)
-        names = [*(["tensorboard"] if config.log.tensorboard else []), *config.log.trackers]
         run = TrackedRun(
             name=config.name,
             run_dir=self.run_dir,
             config=as_dict(config),
             resume_step=None if keep < 0 else keep,
         )
-        for tracker in open_trackers(list(dict.fromkeys(names)), run, self.message):
+        for tracker in open_trackers(tracker_names(config.log), run, self.message):
             self.trackers.append(tracker)
             self._stack.callback(tracker.close)
         if config.log.report:
@@ -488,7 +487,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         lines.append(f"  tokens/s        {totals.tokens / totals.seconds:,.0f}")
         overlap = sum(totals.stage_seconds.values()) > 1.01 * totals.seconds
         note = " (one that runs while the host grades counts until both are done)"
-        lines.append(f"  time a stage{note if overlap else ''}")
+        steps = f"of {totals.seconds:,.1f} s in steps 1 to {summary.step}"
+        lines.append(f"  time a stage    {steps}{note if overlap else ''}")
         for name, seconds in totals.stage_seconds.items():
             lines.append(f"    {name:<40} {seconds:8.1f} s  {seconds / totals.seconds:4.0%}")
     lines += [

@@ -24,6 +24,7 @@ from jaxrl_llm.checkpoint.stored_models import BASES
 from jaxrl_llm.config import Config, ConfigError, run_folder
 from jaxrl_llm.distributed.multihost import barrier, is_main
 from jaxrl_llm.observability.status import STATUS
+from jaxrl_llm.observability.trackers import import_packages, tracker_names
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes, stops_of, write_huggingface_files
 from jaxrl_llm.plan.plan import AHEAD, Plan
 from jaxrl_llm.program.ahead import compiles
@@ -408,6 +409,8 @@ def open_run(
                 end_process=end_process,
             )
         )
+        if is_main():
+            import_packages(tracker_names(config.log))
         STATUS("opening the tokenizer")
         tokenizer = find_tokenizer(config.data.tokenizer, config.actor)
         set_chat_variables(tokenizer, config.data.chat_template_kwargs)

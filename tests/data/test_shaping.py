@@ -173,7 +173,7 @@ def test_the_missing_package_is_named():
         "except ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'jaxrl_llm[hub]'" in done.stdout
+    assert "pip install datasets" in done.stdout
 
 
 def test_a_data_set_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):

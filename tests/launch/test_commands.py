@@ -198,7 +198,8 @@ def test_times_that_overlap_are_explained(tmp_path):
     totals = RunTotals()
     totals.seconds, totals.stage_seconds = 10.0, {"gen": 1.0, "ref": 4.0, "update_actor": 5.0}
     summary = summary_in(tmp_path, totals=totals)
-    assert "  time a stage" in summary_lines(summary, Config())
+    header = f"  time a stage    of 10.0 s in steps 1 to {summary.step}"  # of every start
+    assert header in summary_lines(summary, Config())
     totals.stage_seconds["reward"] = 4.0
     (line,) = [line for line in summary_lines(summary, Config()) if "time a stage" in line]
     assert line.endswith(" (one that runs while the host grades counts until both are done)")

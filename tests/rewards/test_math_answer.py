@@ -123,4 +123,4 @@ def test_a_missing_package_is_named_before_the_run():
         "except ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'jaxrl_llm[math]'" in done.stdout
+    assert "pip install math-verify" in done.stdout

@@ -91,5 +91,5 @@ def tracker_fault(name: str) -> str:
         known = f"{', '.join(PACKAGES)}, or a class of yours, my_file.py:MyTracker"
         return f"there is no such tracker{nearest(name, PACKAGES)}\nthere are: {known}"
     if importlib.util.find_spec(PACKAGES[name]) is None:
-        return f"its package is not installed: pip install 'jaxrl_llm[{name}]'"
+        return f"its package is not installed: pip install {PACKAGES[name]}"
     return ""

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from example_commands import TRL, VERL, words_of
+from in_process import run_here
 
 from jaxrl_llm import config as c
 from jaxrl_llm.convert.account import lines
@@ -177,20 +179,16 @@ def test_it_needs_no_jax_and_ends_with_2(tmp_path):
         ("foo.bar=1", None),
     ],
 )
-def test_a_key_of_verl_on_our_command_line_is_explained(flag, said, capsys):
-    with pytest.raises(SystemExit) as end:
-        run("train", ["--config=grpo", f"--config.{flag}"])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+def test_a_key_of_verl_on_our_command_line_is_explained(flag, said):
+    error = refused(["--config=grpo", f"--config.{flag}"])
     assert f"unknown key config.{flag.split('.')[0]}" in error
     assert said in error if said else "verl" not in error
 
 
-def refused(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        run("train", words)
-    assert end.value.code == 2
-    return capsys.readouterr().err
+def refused(words: list[str]) -> str:
+    result = run_here(partial(run, "train", words), words)
+    assert result.returncode == 2
+    return result.stderr
 
 
 @pytest.mark.parametrize(
@@ -205,9 +203,9 @@ def refused(words, capsys):
     ],
 )
 @pytest.mark.parametrize("config", [["--config=grpo"], []])
-def test_the_words_of_a_command_of_verl_point_to_the_converter(words, said, config, capsys):
+def test_the_words_of_a_command_of_verl_point_to_the_converter(words, said, config):
     """They have no --config. in front."""
-    error = refused([*words, *config], capsys)
+    error = refused([*words, *config])
     assert said in error and '`jaxrl convert-config --from=verl "COMMAND"`' in error
 
 
@@ -223,6 +221,6 @@ def test_the_words_of_a_command_of_verl_point_to_the_converter(words, said, conf
         ("a b=1", "write --config.key=value"),
     ],
 )
-def test_a_word_that_is_no_flag(word, said, capsys):
-    error = refused(["--config=grpo", word], capsys)
+def test_a_word_that_is_no_flag(word, said):
+    error = refused(["--config=grpo", word])
     assert said in error and "verl" not in error

@@ -415,6 +415,7 @@ class LogConfig(Record):
     # Trackers: wandb, trackio, mlflow, or a class of yours, my_file.py:MyTracker: docs/trackers.md.
     trackers: Many[str] = ()
     trace: bool = True  # samples as JSON lines in <run_dir>/trace
+    trace_gb: NotNegative = 0.0  # size of the trace from which the oldest files go; 0: no limit
     trace_details: Whole = 16  # samples per step whose advantages etc. are traced by token
     report: bool = True  # page <run_dir>/report.html, updated while the run goes on
     communication_every: Whole = 100  # steps between tables of communication; 0: never

@@ -14,10 +14,13 @@ from jaxrl_llm.observability.jsonl import JsonlFile
 from jaxrl_llm.types import Completion, Prompt
 
 STEP = "step"
+FILES_IN_LIMIT = 8  # number of files, at least, that a limit of the size has room for
 
 
 class TraceWriter:
     """Writes one object a sample to FOLDER/<kind>-<first step>.jsonl, `steps_per_file` steps each.
+
+    With a limit of the size, a file also ends at a part of it.
 
     Keys: step, policy_version (of the policy that sampled the first token), last_policy_version (of
     the last one: newer in a partial rollout), index (in its batch), data_source, row, prompt,
@@ -32,9 +35,17 @@ class TraceWriter:
     batch before it, and raises what went wrong with that. `wait` waits for the last.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, steps_per_file: int = 100):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        steps_per_file: int = 100,
+        most_bytes: float = math.inf,
+    ):
+        """`most_bytes` is the limit of this process's files. The oldest are removed beyond it."""
         self.folder = Path(folder)
         self._steps_per_file = steps_per_file
+        self._most_bytes = most_bytes
         self._open: dict[str, JsonlFile] = {}  # the current file of each kind
         self._thread = ThreadPoolExecutor(1, "trace")
         self._last: Future[None] | None = None
@@ -159,14 +170,40 @@ class TraceWriter:
         self._open = {}
 
     def _file(self, kind: str, step: int) -> JsonlFile:
-        first = step - step % self._steps_per_file
-        path = self.folder / f"{kind}-{first:08d}.jsonl"
         file = self._open.get(kind)
-        if file is None or file.path != path:
-            if file is not None:
-                file.close()
-            file = self._open[kind] = JsonlFile(path, key=STEP)
+        first = step - step % self._steps_per_file
+        if file is None:
+            first = max([first, *(_first_step(path) for path in self._files(kind))])
+        elif _first_step(file.path) >= first:
+            is_full = file.path.stat().st_size >= self._most_bytes / FILES_IN_LIMIT
+            if not is_full or file.last_step == step:
+                return file
+            first = step
+        if file is not None:
+            file.close()
+        file = self._open[kind] = JsonlFile(self.folder / f"{kind}-{first:08d}.jsonl", key=STEP)
+        self._remove_oldest()
         return file
+
+    def _files(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{kind}-*.jsonl"))
+
+    def _remove_oldest(self) -> None:
+        """Remove the oldest files beyond the limit, but none that is written now."""
+        files = [path for kind in self._open for path in self._files(kind)]
+        size = sum(path.stat().st_size for path in files)
+        current = {file.path for file in self._open.values()}
+        for path in sorted(files, key=_first_step):
+            if size <= self._most_bytes:
+                return
+            if path not in current:
+                size -= path.stat().st_size
+                path.unlink()
+
+
+def _first_step(path: Path) -> int:
+    """The step in the name of a file."""
+    return int(path.stem.rpartition("-")[2])
 
 
 def last_user_turn(prompt: Prompt) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import platform
 import shlex
 import time
@@ -118,7 +119,8 @@ class RunOutput(MetricsLog):
             raise
 
     def _open_trace(self, keep: int) -> None:
-        self._trace = TraceWriter(self.run_dir / "trace")
+        limit = self._config.log.trace_gb * 1e9 / jax.process_count() or math.inf
+        self._trace = TraceWriter(self.run_dir / "trace", most_bytes=limit)
         self._stack.callback(self._trace.close)
         if is_main():
             self._trace.truncate_after(keep)

@@ -385,6 +385,31 @@ def test_trace_truncation(tmp_path):
     trace.close()
 
 
+def test_a_trace_has_a_limit(tmp_path):
+    """10,000 steps of 2,048 samples made 8 GB."""
+    trace = TraceWriter(tmp_path)
+    write_trace(trace, "train", 1)
+    trace.close()
+    a_step = (tmp_path / "train-00000000.jsonl").stat().st_size
+    limit = 20 * a_step
+    trace = TraceWriter(tmp_path, most_bytes=limit)
+    write_trace(trace, "validation", 2)
+    for step in range(2, 90):
+        write_trace(trace, "train", step)
+    trace.close()
+    files = sorted(tmp_path.glob("*.jsonl"))
+    size = sum(path.stat().st_size for path in files)
+    assert limit / 2 < size < limit * 1.3
+    steps = [e["step"] for e in read_jsonl(sorted(tmp_path.glob("train-*.jsonl")))]
+    assert steps == [step for step in range(steps[0], 90) for _ in range(2)]
+    trace = TraceWriter(tmp_path, most_bytes=limit)  # a resume goes on behind the last file
+    trace.truncate_after(87)
+    write_trace(trace, "train", 88)
+    trace.close()
+    steps = [e["step"] for e in read_jsonl(sorted(tmp_path.glob("train-*.jsonl")))]
+    assert steps == sorted(steps) and steps[-2:] == [88, 88]
+
+
 def test_a_trace_that_cannot_be_written_is_an_error_of_the_next_step(tmp_path):
     trace = TraceWriter(tmp_path / "trace")
     (tmp_path / "trace" / "train-00000000.jsonl").mkdir()

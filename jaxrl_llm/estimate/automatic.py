@@ -64,7 +64,7 @@ def shares(count: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def in_order(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether the devices of each node follow those of the node before it."""
+    """Whether the devices of each node follow the node before it."""
     return [number for node in nodes for number in node] == list(range(sum(map(len, nodes))))
 
 
@@ -132,7 +132,7 @@ def _apart(
             for choice in choices:
                 mesh = choice.estimate.devices.mesh
                 config = replace(work.config, mesh=mesh, placement=placement)
-                whole = Devices(mesh=mesh, hosts=hosts, rates=rates, of_host=per_host)
+                whole = Devices(mesh=mesh, hosts=hosts, rates=rates, host_devices=per_host)
                 try:
                     check(config)
                     planned = placed(choice.estimate.work, config, whole)

@@ -17,7 +17,9 @@ class Devices:
     hosts: int
     rates: Rates
     first: int = 0  # number of the first device: tells groups of equal meshes apart
-    of_host: int = 0  # devices of a whole host, where the mesh is one group of several; 0 counts
+    host_devices: int = (
+        0  # devices of a whole host, where the mesh is one group of several; 0 counts
+    )
 
     @property
     def count(self) -> int:
@@ -25,7 +27,7 @@ class Devices:
 
     @property
     def per_host(self) -> int:
-        return self.of_host or max(1, self.count // self.hosts)
+        return self.host_devices or max(1, self.count // self.hosts)
 
     @property
     def shards(self) -> int:

@@ -170,7 +170,7 @@ def placed(work: Work, config: Config, devices: Devices) -> Estimate:
             mesh=mesh_of_role(config, role),
             hosts=len({number // devices.per_host for number in own}),
             first=own[0],
-            of_host=devices.per_host,
+            host_devices=devices.per_host,
         )
 
     apart = {role: group(role) for role in numbers if role != ACTOR}

@@ -169,7 +169,7 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
         mesh = _best_mesh(work, count, hosts, rates)
     else:
         mesh = config.mesh
-    devices = Devices(mesh=mesh, hosts=hosts, rates=rates, of_host=count // hosts)
+    devices = Devices(mesh=mesh, hosts=hosts, rates=rates, host_devices=count // hosts)
     planned = placed(work, config, devices)
     compiled: list[CompiledStage] = []
     if not request.quick:

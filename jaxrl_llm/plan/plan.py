@@ -1,4 +1,4 @@
-"""What a training computes: its phases with their stages, and the roles whose states they change.
+"""The plan of a training: its phases with their stages, and the roles whose states they change.
 
 Online RL, offline training and the supervised trainings before them are plans of this one type.
 They differ in the vocabulary of their batches, `ROLLOUT` or `OFFLINE`. No array exists yet.

@@ -302,7 +302,7 @@ def strict_of(spec: ModelSpec, dtype: str, attention: Implementation) -> Strict:
     if unlike := few if gpu else [n for n in few if n in UNLIKE_ON_CPU]:
         raise ValueError(
             f"config.exact=strict: the bits of a {config.family} model with {', '.join(unlike)} "
-            "are not those of the trainer, or were not compared on this kind of device; take "
+            "differ from the trainer's, or were not compared on this kind of device; take "
             "another model, or --config.exact=repeatable"
         )
     lora = spec.lora

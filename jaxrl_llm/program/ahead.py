@@ -240,7 +240,7 @@ class Compilers:
 
 
 class StalePrograms(RuntimeError):
-    """Programs that were kept under the key of a start are not those of this start."""
+    """Kept programs have the key of this start, and differ from its own."""
 
 
 def times_kernels() -> bool:

@@ -37,7 +37,7 @@ class Chain:
         compiler_options: dict[str, Any] | None,
         compilers: Compilers,
     ) -> None:
-        """What one program hands to the next lies on `place`. The last one donates `donated`.
+        """Arrays that one program hands to the next lie on `place`. The last one donates `donated`.
 
         A call waits for each program that `compilers` compile ahead.
         """

@@ -1,4 +1,4 @@
-"""How many programs XLA compiled: a run compiles each of its programs once."""
+"""The number of programs that XLA compiled: a run compiles each of its programs once."""
 
 from collections import Counter
 from collections.abc import Iterator

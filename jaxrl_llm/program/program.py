@@ -197,7 +197,7 @@ class Program:
         context: StepContext | None,
         rest: Sequence[Segment],
     ) -> None:
-        """Run a host segment while devices compute. `rest` is that of `_begin`."""
+        """Run a host segment while devices compute. `rest` is as for `_begin`."""
         now.wait_for(segment.reads)
         if rest:  # hosts read the rows of their own devices
             self._before(self.mesh, rest, now, moves)

@@ -194,8 +194,8 @@ def settings_of_jax() -> list[Any]:
     read = {key: os.environ[key] for key in os.environ if key.startswith(("JAX_", "XLA_"))}
     options: dict[str, Any] = jax.config.values
     return [
-        {key: value for key, value in given.items() if "cache" not in key.lower()}
-        for given in (read, options)
+        {key: value for key, value in values.items() if "cache" not in key.lower()}
+        for values in (read, options)
     ]
 
 
@@ -221,7 +221,7 @@ def _digest(file: Path) -> str:
 
 
 def _open_libraries() -> None:
-    """What an executable calls must be there before it is read. Lowering would see to it."""
+    """Load the libraries that an executable calls, as lowering it would have done."""
     if jax.default_backend() == "gpu":
         find_kernel_runtime()
     if jax.default_backend() == "cpu":

@@ -62,7 +62,7 @@ def compared_steps(every: int = 1) -> Iterator[Compared]:
             mesh=work.config.mesh,
             hosts=1,
             rates=rates_of(row["hardware"]),
-            of_host=row["devices"],
+            host_devices=row["devices"],
         )
         planned = placed(work, work.config, devices)
         if not row.get("run"):

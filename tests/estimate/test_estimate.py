@@ -499,7 +499,7 @@ def test_a_group_over_hosts_is_as_fast_as_its_network():
 
 def test_updates_of_roles_apart_run_at_the_same_time():
     config = tiny(c.PPO(), placement={"critic": "1"})
-    devices = Devices(mesh=c.MeshConfig(), hosts=1, rates=H200, of_host=2)
+    devices = Devices(mesh=c.MeshConfig(), hosts=1, rates=H200, host_devices=2)
     work = work_of(config)
     apart, one = placed(work, config, devices), estimate(work, devices)
     times = {stage.stage: stage.seconds for stage in one.stages}

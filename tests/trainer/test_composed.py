@@ -101,9 +101,9 @@ def test_a_teacher_is_asked_about_every_token(tmp_path):
     np.testing.assert_allclose(packed_step[2][name], metrics[name], rtol=1e-4)
 
 
-def test_an_algorithm_that_wants_a_teacher_says_how_to_give_one():
+def test_an_algorithm_needs_a_teacher_that_reads_the_same_tokens():
     config = replace(tiny_config(), algorithm=Distillation())
-    with pytest.raises(ConfigError, match="--config.teacher.path=DIR"):
+    with pytest.raises(ValueError, match="reads 'teacher_logprobs', which no stage writes"):
         open_iteration(config)
     small = TeacherConfig(hf_config=MODEL | {"vocab_size": 12}, training=SupervisedConfig())
     with pytest.raises(ConfigError, match="vocabulary of 12 tokens and the actor one of 24"):
@@ -245,7 +245,7 @@ def written(folder: Path) -> TinyRun:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"total_steps": "2"}, "--config.total_steps=3 works"),
+        ({"total_steps": "2"}, "leave none for config.algorithm"),
         ({"phases__0__steps": "0"}, "config.phases.0.steps=0"),
         ({"phases__0__algorithm__kl_coeff": "1.0"}, "kl_coef"),
         (

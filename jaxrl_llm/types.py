@@ -77,6 +77,9 @@ class RolloutBatch:
     model_scores: Float[Array, " B"] | None = None
     # What the reward functions said, one column each and unweighted; NaN where one said None.
     reward_parts: Float[Array, "B K"] | None = None
+    # 1 for a sample that the host leaves out: its reward failed or, by choice, it was truncated.
+    left_out: Float[Array, " B"] | None = None
+    sample_mask: Float[Array, " B"] | None = None  # 1 for a sample that is learned from
     # The part of the scores that reward functions gave to steps, at the last token of each.
     step_rewards: Float[Array, "B R"] | None = None
     rewards: Float[Array, "B R"] | None = None  # per token: the score at the last token, less KL

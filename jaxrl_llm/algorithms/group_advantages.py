@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms.advantages import returns_to_go
+from jaxrl_llm.algorithms.sample_masks import num_samples
 from jaxrl_llm.numerics import masked_count, masked_sum, masked_whiten, safe_divide
 
 GROUP_STD_EPS = 1e-6  # added to the standard deviation of a group, as in verl
@@ -165,8 +166,8 @@ def gpg(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """GPG: minus the mean of the group, scaled up where few samples of the batch got any reward.
 
-    A_i = alpha (r_i - mean of the group) / f_norm, alpha = B / number of samples whose reward is
-    not 0 (at least 1), as in verl
+    A_i = alpha (r_i - mean of the group) / f_norm, alpha = number of samples / number of samples
+    whose reward is not 0 (at least 1), as in verl
 
     It assumes that a reward of 0 means failure: do not use it with negative or shifted rewards.
     Chu et al. 2025, arXiv:2504.02546. Raises ValueError unless f_norm is positive.
@@ -174,7 +175,7 @@ def gpg(
     if f_norm <= 0:
         raise ValueError(f"f_norm is {f_norm}; it must be over 0, and 1.0 is usual")
     totals = masked_sum(rewards, mask, axis=1)
-    alpha = totals.shape[0] / jnp.maximum(jnp.sum(totals != 0, dtype=jnp.float32), 1.0)
+    alpha = num_samples(group_ids) / jnp.maximum(jnp.sum(totals != 0, dtype=jnp.float32), 1.0)
     deviation = _standardized(totals, group_ids, jnp.ones_like(totals, bool), by_std=False)
     return _on_tokens(alpha * deviation / f_norm, mask)
 

@@ -76,6 +76,8 @@ class AlarmsConfig(Record):
     length_drift: Times = Times(threshold=2.0)
     # Share of responses at the maximum length: mean of 10 steps above.
     cut_share: Share = Share(threshold=0.5)
+    # Share of samples that left the loss, failed or truncated: mean of 5 steps above.
+    masked_share: Share = Share(threshold=0.2)
     # Share of repeated 4-grams of a response: mean of 10 steps above.
     repetition: Share = Share(threshold=0.3)
     # Share by which three held-out scores in a row are below the best, while the reward rose.

@@ -359,6 +359,8 @@ class RolloutConfig(Record):
     # algorithm.rollout_is=token.
     quantization: Literal["none", "float8"] = "none"
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    # Leave responses that were cut at the maximum length out of the loss and of their groups.
+    mask_truncated: bool = False
     # Experts: log-probs and updates route each token to the experts of its rollout.
     routing_replay: bool = True
 
@@ -390,7 +392,11 @@ class RewardConfig(Record):
     weights: Many[float] = ()  # weights of the functions; empty: 1 each
     num_workers: Processes = 2  # processes for user functions
     timeout_s: Seconds = 30.0  # time limit of a call
-    failure_value: float = 0.0  # score of a sample whose function crashed or timed out
+    max_retries: Whole = 1  # further calls for a sample whose function failed
+    # A sample that still fails: "mask" leaves it out of the loss and of its group; "value" gives
+    # it the score `failure_value`.
+    on_failure: Literal["mask", "value"] = "mask"
+    failure_value: float = 0.0  # score of a failed sample, with on_failure=value
     # Scores for steps of a response, each at its last token: docs/write-a-reward.md.
     process_rewards: bool = False
     memory_gb: Gigabytes = 16.0  # most memory of a process for user functions

@@ -423,7 +423,7 @@ GROUPS: dict[str, Rule] = {
     "entropy_coef": "algorithm.entropy_coef",
     "use_adaptive_entropy": not_null("`algorithm.entropy_coef` is constant"),
     "top_entropy_quantile": only(1.0, "all tokens count", "all tokens count"),
-    "mask_truncated_completions": not_null("give them a reward with overlong_penalty"),
+    "mask_truncated_completions": "rollout.mask_truncated",
     "normalize_advantages": not_null("`algorithm=reinforce_plus_plus` whitens over the batch"),
     "reward_clip_range": not_null("clip in the reward function"),
     "sync_ref_model": not_null("the reference is the policy at the start"),

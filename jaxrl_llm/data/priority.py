@@ -190,31 +190,32 @@ class PriorityLoader:
         It is the first of the batches that were drawn and have no scores.
 
         With `rows`, `scores` are those of the rows that this process owns. All processes must call
-        it then: the mean and the deviation of each prompt are gathered.
+        it then: the mean and the deviation of each prompt are gathered. NaN stands for a sample
+        without a score; a prompt that has none keeps what it had.
         """
         assert self._drawn, "no batch was drawn"
+        scores = np.asarray(scores, np.float64)
         if rows is None:
-            groups = np.asarray(scores, np.float64).reshape(self._batch_size, -1)
-            mean = groups.mean(axis=1)
-            std = groups.std(axis=1, ddof=1) if groups.shape[1] > 1 else 0.0
+            scored = [_moments(group) for group in scores.reshape(self._batch_size, -1)]
         else:
-            mean, std = self._gathered(np.asarray(scores, np.float64), rows)
-        memory, drawn = self._memory, self._drawn.popleft()
-        memory["mean"][drawn] = mean
-        memory["std"][drawn] = std
+            scored = self._gathered(scores, rows)
+        has_scores = np.array([moments.count > 0 for moments in scored])
+        memory, drawn = self._memory, self._drawn.popleft()[has_scores]
+        memory["mean"][drawn] = [moments.mean for moments in scored if moments.count]
+        memory["std"][drawn] = [moments.std for moments in scored if moments.count]
         memory["visits"][drawn] += 1
         memory["last_step"][drawn] = step
 
-    def _gathered(self, scores: np.ndarray, rows: HostRows) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and deviation of each prompt's scores; the samples of one may be on two hosts."""
+    def _gathered(self, scores: np.ndarray, rows: HostRows) -> list[Moments]:
+        """The moments of each prompt's scores; the samples of one may be on two hosts."""
         samples = rows.num_rows // self._batch_size
         prompts = rows.owned // samples
-        own = [[int(p), *Moments.of(scores[prompts == p]).numbers] for p in np.unique(prompts)]
+        own = [[int(p), *_moments(scores[prompts == p]).numbers] for p in np.unique(prompts)]
         scored = [Moments()] * self._batch_size
         for moments in gather_objects(own, "priorities"):
             for prompt, *numbers in moments:
                 scored[prompt] += Moments(*numbers)
-        return np.array([x.mean for x in scored]), np.array([x.std for x in scored])
+        return scored
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the state from which the step after `step` draws."""
@@ -310,3 +311,8 @@ def _pack(array: np.ndarray) -> str:
 
 def _unpack(text: str, kind: str) -> np.ndarray:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), kind).copy()
+
+
+def _moments(scores: np.ndarray) -> Moments:
+    """The moments of scores, of which NaN are none."""
+    return Moments.of(scores[~np.isnan(scores)])

@@ -22,6 +22,7 @@ from jaxrl_llm.algorithms.fields import (
     pair_of,
 )
 from jaxrl_llm.algorithms.kl import masked_kl
+from jaxrl_llm.algorithms.sample_masks import learned_tokens
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     attention_work,
@@ -59,14 +60,14 @@ class PolicyLoss:
     with_log_ratios: bool = False
     router: RouterLoss = RouterLoss()  # losses of the routers of a mixture of experts
     replays_routes: bool = False  # tokens take the experts that they had in the rollout
+    masks: bool = False  # samples may be left out
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
         algorithm = self.algorithm
         reads = _reads(algorithm.policy_loss, algorithm.kl_loss)
-        if algorithm.rejection is not None:
-            reads = (*reads, "loss_mask")
+        reads = (*reads, *_mask_fields(algorithm, self.masks))
         if self.replays_routes:
             reads = (*reads, ROUTES)
         if self.own_logprobs:
@@ -144,12 +145,12 @@ class ValueLoss:
     algorithm: Algorithm
     spec: ModelSpec
     settings: ForwardSettings
+    masks: bool = False  # samples may be left out
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
-        reads = _reads(self.algorithm.value_loss)
-        return reads if self.algorithm.rejection is None else (*reads, "loss_mask")
+        return (*_reads(self.algorithm.value_loss), *_mask_fields(self.algorithm, self.masks))
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
         """The mini-batch with its counts; see `with_counts`."""
@@ -195,8 +196,17 @@ def _reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
     )
 
 
+def _mask_fields(algorithm: Algorithm, masks: bool) -> tuple[str, ...]:
+    """The fields that leave tokens out. A rejection rule has left out the samples already."""
+    if algorithm.rejection is not None:
+        return ("loss_mask",)
+    return ("sample_mask",) if masks else ()
+
+
 def _loss_mask(fields: Fields) -> Array:
     """The tokens that count: all sampled ones, or the ones that no rejection rule excludes."""
+    if "sample_mask" in fields:
+        return learned_tokens(fields["mask"], fields["sample_mask"])
     return fields.get("loss_mask", fields["mask"])
 
 

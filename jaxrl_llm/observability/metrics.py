@@ -35,6 +35,7 @@ def batch_metrics(
     returns: Float[Array, "B R"],
     values: Float[Array, "B R"] | None = None,
     group_ids: Int[Array, " B"] | None = None,
+    sample_mask: Float[Array, " B"] | None = None,
     max_response_length: int,
     max_prompt_length: int | None = None,
     **_: Array,
@@ -42,20 +43,25 @@ def batch_metrics(
     """critic/*, response_length/* and prompt_length/* of a batch, as float32 scalars.
 
     Statistics of scores and rewards are over samples (rewards are summed over a sample's tokens),
-    the others are over tokens. Fields have the names of `RolloutBatch`; other fields are ignored.
+    the others are over tokens. A sample outside of `sample_mask` counts in lengths alone. Fields
+    have the names of `RolloutBatch`; other fields are ignored.
     Without `max_prompt_length` there is no prompt_length/clip_ratio.
     """
     valid = prompt_lengths > 0
     token_rewards = jnp.where(mask != 0, rewards, 0.0)
-    metrics = statistics("critic/score", scores, valid)
-    metrics |= statistics("critic/rewards", token_rewards.sum(axis=1), valid)
+    learned = valid
+    if sample_mask is not None:
+        learned = valid & (sample_mask != 0)
+        mask = jnp.where(learned[:, None], mask, 0.0)
+    metrics = statistics("critic/score", scores, learned)
+    metrics |= statistics("critic/rewards", token_rewards.sum(axis=1), learned)
     metrics |= statistics("critic/advantages", advantages, mask)
     metrics |= statistics("critic/returns", returns, mask)
     if values is not None:
         metrics |= statistics("critic/values", values, mask)
         metrics["critic/vf_explained_var"] = explained_variance(returns, values, mask)
     if group_ids is not None:
-        metrics["frac_reward_zero_std"] = frac_zero_std(scores, group_ids, valid)
+        metrics["frac_reward_zero_std"] = frac_zero_std(scores, group_ids, learned)
     metrics |= length_statistics("response_length", response_lengths, valid, max_response_length)
     metrics |= length_statistics("prompt_length", prompt_lengths, valid, max_prompt_length)
     return metrics

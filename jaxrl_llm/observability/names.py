@@ -30,6 +30,7 @@ RESERVED_NAMES = (
     "frac_reward_zero_std",
     "kl",
     "loss",
+    "reward/masked_frac",
     "rewards/failures",
     "step",
     "token_mult_prob_error",

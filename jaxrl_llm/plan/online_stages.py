@@ -142,7 +142,7 @@ class OnlineStages:
                 stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
                 stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
-        correcting = correction(algorithm)
+        correcting = correction(algorithm, masks=self.masks)
         catalogue += [] if correcting is None else [correcting]
         catalogue += [self._extra_model(passes(model.name)) for model in config.models]
         reward = roles.get("reward")
@@ -196,6 +196,24 @@ class OnlineStages:
         ]
 
     @property
+    def sample_mask(self) -> stages.SampleMask | None:
+        """The stage that leaves samples out; None where all are learned from."""
+        by_host = self.reward is not None and self.reward.masks
+        on_device = self.config.rollout.mask_truncated and not by_host
+        if not by_host and not on_device:
+            return None
+        return stages.SampleMask(
+            by_host=by_host,
+            greedy="greedy_scores" in field_names(self.algorithm.advantage),
+            sampling=self.sampling if on_device else None,
+        )
+
+    @property
+    def masks(self) -> bool:
+        """True where samples may be left out."""
+        return self.sample_mask is not None
+
+    @property
     def parts(self) -> ResponseParts | None:
         """The parts of partial rollouts."""
         config = self.config
@@ -224,13 +242,14 @@ class OnlineStages:
         if kl_reward is not None:
             kl_reward = with_steps(kl_reward) if process else kl_reward
             rewards = stages.PenalisedRewards(
-                functions=(kl_reward,), controller=algorithm.kl_controller
+                functions=(kl_reward,), controller=algorithm.kl_controller, masks=self.masks
             )
         advantages = stages.Advantages(
             functions=(algorithm.advantage,),
+            masks=self.masks,
             max_response_length=self.config.data.max_response_length,
         )
-        return [rewards, advantages]
+        return [*([] if self.sample_mask is None else [self.sample_mask]), rewards, advantages]
 
     def _updates(self, sizes: UpdateSizes, *, own_logprobs: bool) -> list[Stage]:
         config, algorithm = self.config, self.algorithm
@@ -238,7 +257,9 @@ class OnlineStages:
         critic_sizes = update_sizes(config, critic)
         updates: list[Stage] = []
         if algorithm.value_loss is not None:
-            loss = ValueLoss(algorithm=algorithm, spec=critic.spec, settings=critic.forward)
+            loss = ValueLoss(
+                algorithm=algorithm, spec=critic.spec, settings=critic.forward, masks=self.masks
+            )
             update = stages.Update(
                 model=critic,
                 name="update_critic",
@@ -259,6 +280,7 @@ class OnlineStages:
             with_log_ratios=with_ratios,
             router=router_loss(config, actor),
             replays_routes=replays_routes(config, actor),
+            masks=self.masks,
         )
         update = stages.Update(
             model=actor,
@@ -341,6 +363,8 @@ def collected_stages(
         )
     column = None if chosen.metric == SCORE else names.index(chosen.metric)
     goals = ["scores" if column is None else "reward_parts"]
+    if config.rollout.mask_truncated and not (reward is not None and reward.masks):
+        goals.append("sample_mask")
     if config.data.priority is not None:
         goals.append("scores")  # priorities follow every round, whichever part filters groups
     # A host stage needs the prompts of its round.

@@ -16,13 +16,14 @@ from jaxrl_llm.learner.forward import response_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import Metrics, params_of
+from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.stages import ModelStage
 from jaxrl_llm.program.stage import HOST, Stage, StageOutput, StepContext
 from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import unique_names
 
-STEP_REWARDS = "step_rewards"
+STEP_REWARDS, LEFT_OUT = "step_rewards", "left_out"
 GREEDY_SCORE = "critic/greedy_score/mean"
 
 
@@ -75,6 +76,7 @@ def score_stages(
             )
         elif reward is not None:
             own = (function_scores, "reward_parts", *((STEP_REWARDS,) if steps else ()))
+            own = (*own, LEFT_OUT) if reward.masks else own
             stages.append(FunctionScores(reward=reward, writes=own, response_length=steps))
         if model is not None and greedy:
             stages.append(
@@ -195,6 +197,7 @@ class HostReward(ABC):
     """
 
     names: tuple[str, ...]  # parts of the score
+    masks: bool = False  # some samples are left out of the loss and of their group
 
     @abstractmethod
     def score(
@@ -206,9 +209,16 @@ class HostReward(ABC):
         """The part of the last scores that belongs to steps, at their last tokens [N, R]."""
         return np.zeros(shape, np.float32)
 
+    def left_out(self, context: StepContext, rows: int) -> np.ndarray:
+        """1 for each of the `rows` just scored that is not learned from, float32."""
+        return np.zeros(rows, np.float32)
+
     @abstractmethod
     def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
-        """Scores [N] of greedy answers, one for each prompt whose first sample is here."""
+        """Scores [N] of greedy answers, one for each prompt whose first sample is here.
+
+        With `masks`, the score of a failed one is NaN.
+        """
 
 
 @dataclass(frozen=True)
@@ -217,6 +227,7 @@ class ArrayReward(HostReward):
 
     fn: Callable[[np.ndarray, np.ndarray], np.ndarray]
     names: tuple[str, ...] = ("score",)
+    masks: bool = False
 
     def score(
         self, context: StepContext, step: int, answers: HostResponses
@@ -235,7 +246,8 @@ def planned_reward(config: Config) -> ArrayReward | None:
     if not config.reward.functions:
         return None
     names = unique_names([path_and_settings(function) for function in config.reward.functions])
-    return ArrayReward(lambda responses, lengths: lengths, names=tuple(names))
+    masks = config.reward.on_failure == "mask" or config.rollout.mask_truncated
+    return ArrayReward(lambda responses, lengths: lengths, names=tuple(names), masks=masks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -243,7 +255,7 @@ class FunctionScores(Stage):
     """Python rewards of the samples, on the host: their score, and its parts."""
 
     reward: HostReward
-    writes: tuple[str, ...] = ("scores", "reward_parts")  # and perhaps step_rewards
+    writes: tuple[str, ...] = ("scores", "reward_parts")  # and perhaps step_rewards, left_out
     response_length: int = 0  # R, for step_rewards
 
     name = "reward"
@@ -272,6 +284,8 @@ class FunctionScores(Stage):
         written = [scores, parts]
         if STEP_REWARDS in self.writes:
             written.append(self.reward.step_rewards(context, responses.shape))
+        if LEFT_OUT in self.writes:
+            written.append(self.reward.left_out(context, len(responses)))
         return StageOutput(dict(zip(self.writes, written, strict=True)), metrics)
 
 
@@ -327,7 +341,8 @@ class FunctionScoresOfGreedy(Stage):
         pairs = list(zip(group_ids[first].tolist(), scores.tolist(), strict=True))
         every = dict(sorted(pair for one in gather_objects(pairs, "greedy") for pair in one))
         row_scores = np.array([every[group] for group in group_ids.tolist()], np.float32)
-        metrics = {GREEDY_SCORE: float(np.array(list(every.values()), np.float32).mean())}
+        known = np.array([score for score in every.values() if score == score], np.float32)
+        metrics = {GREEDY_SCORE: float(known.mean()) if known.size else 0.0}
         (field,) = self.writes
         return StageOutput({field: row_scores}, metrics)
 
@@ -367,7 +382,9 @@ class GreedyScoreSum(Stage):
 
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         total = weighted_sum(self.weights, fields)
-        return StageOutput({"greedy_scores": total}, {GREEDY_SCORE: total.mean()})
+        return StageOutput(
+            {"greedy_scores": total}, {GREEDY_SCORE: masked_mean(total, ~jnp.isnan(total))}
+        )
 
 
 def weighted_sum(weights: Mapping[str, float], fields: Mapping[str, Any]) -> Any:

@@ -18,8 +18,10 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names, pair_of
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
+from jaxrl_llm.algorithms.sample_masks import learned_tokens, without_left_out
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.layout import shard_stacked
+from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.learner.forward import (
     response_logprobs,
     response_statistics,
@@ -49,6 +51,7 @@ from jaxrl_llm.plan.roles import Role, UpdateSizes, pass_model
 from jaxrl_llm.program.stage import Stage, StageOutput, States
 
 KL_CONTROLLER = "kl_controller"
+MASKED_FRACTION = "reward/masked_frac"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,6 +254,70 @@ class Values(ModelStage):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SampleMask(Stage):
+    """Which samples are learned from: those that did not fail and, by choice, were not truncated.
+
+    A failed greedy answer has the score NaN; then no sample of its prompt can be compared with it.
+    """
+
+    by_host: bool  # the host leaves samples out
+    greedy: bool = False  # the host scores greedy answers, too
+    sampling: SamplingParams | None = None  # sampling whose truncated responses are left out
+
+    name = "mask"
+    writes = ("sample_mask",)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        failures = ("left_out", "greedy_scores") if self.greedy else ("left_out",)
+        return (
+            "prompt_lengths",
+            *(failures if self.by_host else ()),
+            *(("responses", "response_lengths") if self.sampling is not None else ()),
+        )
+
+    def __call__(
+        self,
+        state: Any,
+        step: jax.Array,
+        *,
+        prompt_lengths: jax.Array,
+        left_out: jax.Array | None = None,
+        greedy_scores: jax.Array | None = None,
+        responses: jax.Array | None = None,
+        response_lengths: jax.Array | None = None,
+    ) -> StageOutput:
+        kept = jnp.ones(prompt_lengths.shape, bool)
+        if left_out is not None:
+            kept &= left_out == 0
+        if greedy_scores is not None:
+            kept &= ~jnp.isnan(greedy_scores)
+        if self.sampling is not None:
+            assert responses is not None and response_lengths is not None
+            ended = self.sampling.have_ended(responses, response_lengths)
+            kept &= ended | (response_lengths == 0)
+        masked = masked_mean(~kept, prompt_lengths > 0)
+        return StageOutput({"sample_mask": kept.astype(jnp.float32)}, {MASKED_FRACTION: masked})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OfLearnedSamples(Stage):
+    """A stage that leaves samples out where `masks` is set."""
+
+    masks: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "sample_mask") if self.masks else super().reads
+
+    def learned(self, fields: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The fields with the mask of the tokens that are learned from."""
+        if not self.masks:
+            return fields
+        return fields | {"mask": learned_tokens(fields["mask"], fields["sample_mask"])}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRewards(Stage):
     """The score of a sample as the reward of its last token."""
 
@@ -264,7 +331,7 @@ class TokenRewards(Stage):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PenalisedRewards(Stage):
+class PenalisedRewards(OfLearnedSamples):
     """Rewards of tokens less coef * KL. The coefficient is the state of the KL controller."""
 
     functions: Sequence[Callable[..., Any]]  # the algorithm's kl_reward
@@ -278,7 +345,8 @@ class PenalisedRewards(Stage):
     def __call__(
         self, state: Any, step: jax.Array, *, mask: jax.Array, **fields: jax.Array
     ) -> StageOutput:
-        known = fields | {"mask": mask}
+        known = self.learned(fields | {"mask": mask})
+        mask = known["mask"]
         (kl_reward,) = self.functions
         rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=state)
         current = batch_kl(kl, mask)
@@ -288,7 +356,7 @@ class PenalisedRewards(Stage):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Advantages(Stage):
+class Advantages(OfLearnedSamples):
     """Advantages and returns, and the metrics of the whole batch."""
 
     functions: Sequence[Callable[..., Any]]  # the algorithm's advantage
@@ -319,27 +387,38 @@ class Advantages(Stage):
             "rewards": rewards,
         }
         (advantage,) = self.functions
-        pair = advantage(*(known[name] for name in field_names(advantage)))
+        names, seen = field_names(advantage), known
+        if self.masks:
+            seen = without_left_out(known, known["sample_mask"], compares="group_ids" in names)
+        pair = advantage(*(seen[name] for name in names))
         advantages, returns = pair_of("the algorithm's advantage", pair, mask)
+        if self.masks:
+            advantages = jnp.where(seen["mask"] != 0, advantages, 0.0)
+            returns = jnp.where(seen["mask"] != 0, returns, 0.0)
         writes = {"advantages": advantages, "returns": returns}
-        metrics = batch_metrics(**known, **writes, max_response_length=self.max_response_length)
+        metrics = batch_metrics(
+            **known,
+            **writes,
+            max_response_length=self.max_response_length,
+            max_prompt_length=None,
+        )
         return StageOutput(writes, metrics)
 
 
 # ------------------------------------------------------------------------- correction
 
 
-def correction(algorithm: Algorithm) -> "Correction | None":
+def correction(algorithm: Algorithm, *, masks: bool) -> "Correction | None":
     """The stage of what the algorithm weighs and rejects; None where it does neither."""
     named = {"importance_weights": algorithm.importance, "loss_mask": algorithm.rejection}
     named = {name: fn for name, fn in named.items() if fn is not None}
     if not named:
         return None
-    return Correction(writes=tuple(named), functions=tuple(named.values()))
+    return Correction(writes=tuple(named), functions=tuple(named.values()), masks=masks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Correction(Stage):
+class Correction(OfLearnedSamples):
     """Rollout correction: the function that gives each field that is written."""
 
     writes: tuple[str, ...]
@@ -348,7 +427,7 @@ class Correction(Stage):
     name = "rollout_corr"
 
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
-        writes, metrics = {}, {}
+        writes, metrics, fields = {}, {}, self.learned(fields)
         for name, fn in zip(self.writes, self.functions, strict=True):
             writes[name], measured = fn(*(fields[field] for field in field_names(fn)))
             metrics |= measured

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from jaxrl_llm.sandbox.box import Limits, Sandbox
+from jaxrl_llm.sandbox.box import Limits, Outcome, Sandbox
 from jaxrl_llm.sandbox.values import comparable, decode, no_object
 
 RUNS_IN_POOL = True  # a call takes seconds
@@ -83,7 +83,8 @@ def code(
 
     Limits: `case_s` seconds for a test, `memory_mb`, and `total_s` seconds for all tests of a row;
     later tests count as failed. `limits_only` runs the code without namespaces: see SECURITY.md.
-    Raises ValueError for a row without tests, and where code cannot be isolated.
+    Raises ValueError for a row without tests, and where code cannot be isolated; RuntimeError when
+    the sandbox was lost.
     """
     cases = read_truth(ground_truth)
     source = extract_code(solution_str)
@@ -263,6 +264,7 @@ def _run_programs(
                 seconds=left,
             )
             outcome = sandbox.outcome()
+            _check(outcome)
             if not outcome.succeeded:
                 yield outcome.describe()
             else:
@@ -291,12 +293,19 @@ def _judge(
         ours.close()
         theirs.close()
         outcome = judge.outcome()
+    _check(outcome)
     answers = [json.loads(line) for line in outcome.result.split("\n")[:-1]]
     if answers and answers[-1][0] == "broken":
         return [["failed", answers[-1][1]]] * len(cases)
     if len(answers) < len(cases) and not (answers and answers[-1][0] == "lost"):
         answers.append(["failed", outcome.describe()])
     return answers
+
+
+def _check(outcome: Outcome) -> None:
+    """RuntimeError for a sandbox that was lost: that says nothing about the code."""
+    if outcome.why == "lost":
+        raise RuntimeError(outcome.describe())
 
 
 def _failure(case: Case, answer: list[Any]) -> str:

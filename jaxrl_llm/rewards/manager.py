@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -51,7 +51,7 @@ TRUTHS = ("ground_truth", "answer", "solution", "reward_model")  # columns that 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFailure:
-    """A sample that got the failure value, and why."""
+    """A sample without a reward from a function, and why."""
 
     function: str
     index: int  # place of the sample in the batch
@@ -76,9 +76,16 @@ class RewardResult:
     parts: dict[str, np.ndarray]  # function name -> float32 [N], unweighted; NaN for None
     statistics: RewardStatistics  # adds up over the processes that graded parts of a batch
     extras: list[dict[str, Any]]  # one a sample: log_extra columns, other keys of verl dicts
-    failures: list[RewardFailure] = field(default_factory=list)
+    failures: list[RewardFailure] = field(default_factory=list)  # after all retries
     # For each sample: weights of functions, and the rewards of steps that they gave.
     steps: list[list[tuple[float, Steps]]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> np.ndarray:
+        """float32 [N]: 1 for a sample that some function, or all, gave no reward."""
+        failed = np.zeros(len(self.scores), np.float32)
+        failed[[failure.index for failure in self.failures]] = 1.0
+        return failed
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -108,9 +115,10 @@ class RewardManager:
 
     Functions of `jaxrl_llm.rewards` run in this process. All others run in a pool of
     `num_workers` processes (at least one a function), at most `timeout` seconds a call, under
-    `limits`. A sample whose function crashed, hung, raised or returned no usable number gets
-    `failure_value` from that function. It is counted in `rewards/failures`, logged, and listed in
-    the result.
+    `limits`. A sample whose function crashed, hung, raised or returned no usable number is tried
+    `max_retries` times more. If it fails again, it gets `failure_value` from that function, or no
+    value with `on_failure="mask"`. It is counted in `rewards/failures`, logged, and listed in the
+    result.
 
     `total_steps` is what functions see as `trainer_state.max_steps`. Close the manager, or use it
     in a `with`. Raises ValueError, with the remedy, for a function that cannot be loaded.
@@ -121,6 +129,8 @@ class RewardManager:
         functions: Sequence[Grader | Custom],
         *,
         weights: Sequence[float] | None = None,
+        max_retries: int = 0,
+        on_failure: Literal["mask", "value"] = "value",
         failure_value: float = 0.0,
         timeout: float = 30.0,
         num_workers: int = 2,
@@ -129,7 +139,8 @@ class RewardManager:
         limits: WorkerLimits | None = None,
     ) -> None:
         weights = [1.0] * len(functions) if weights is None else list(weights)
-        self._failure_value = failure_value
+        self._max_retries = max_retries
+        self._failure_value = np.float32(np.nan if on_failure == "mask" else failure_value)
         self._total_steps = total_steps
         self._wanted: tuple[str, ...] = ()  # columns that functions ask for and some row has
         references = [worker_reference(function) for function in functions]
@@ -230,21 +241,22 @@ class RewardManager:
         Raises ValueError when a function asks for a column that the data do not have, or logs a
         metric under a name that the trainer writes.
         """
-        replies: list[tuple[_Function, list[Reply]]] = []
+        replies: list[tuple[_Function, list[Reply], list[Graded]]] = []
         if prompts:
             state = TrainerState(global_step=step, max_steps=self._total_steps)
-            replies = self._call_all(prompts, completions, state)
+            batch = batch_call(prompts, completions, state, self._wanted)
+            samples = [sample_call(p, c) for p, c in zip(prompts, completions, strict=True)]
+            for function, answers in self._call_all(batch, samples):
+                replies.append(self._with_retries(function, answers, batch, samples))
         parts = {f.name: np.zeros(0, np.float32) for f in self._functions}
         extras: list[dict[str, Any]] = [{} for _ in prompts]
         steps: list[list[tuple[float, Steps]]] = [[] for _ in prompts]
         logged: dict[str, list[float]] = {}
         errors: list[tuple[str, int, CallError]] = []
-        for function, answers in replies:
+        for function, answers, grades in replies:
             graded = [
                 _with_checked_steps(function.name, grade, completion)
-                for grade, completion in zip(
-                    _per_sample(answers, len(prompts)), completions, strict=True
-                )
+                for grade, completion in zip(grades, completions, strict=True)
             ]
             for own, grade in zip(steps, graded, strict=True):
                 own += [] if grade.steps is None else [(function.weight, grade.steps)]
@@ -259,7 +271,8 @@ class RewardManager:
                 logged.setdefault(name, []).extend(values)
         scores, applicable = self._weighted_sum(parts, len(prompts))
         none = CallError(kind="not applicable", message="every function returned None")
-        errors += [("all", int(index), none) for index in np.flatnonzero(~applicable)]
+        known = {index for _, index, _ in errors}
+        errors += [("all", int(i), none) for i in np.flatnonzero(~applicable) if i not in known]
         failures = [_failure(*error, prompts, completions) for error in errors]
         _warn_of_failures(failures, len(prompts))
         return RewardResult(
@@ -272,7 +285,7 @@ class RewardManager:
         )
 
     def _values(self, graded: Sequence[Graded]) -> np.ndarray:
-        """float32 [N] of one function: NaN where it does not apply, `failure_value` on an error."""
+        """float32 [N] of one function: NaN where it does not apply, a value on an error."""
         part = np.full(len(graded), np.nan, np.float32)
         for i, grade in enumerate(graded):
             if grade.error is not None:
@@ -284,13 +297,13 @@ class RewardManager:
     def _weighted_sum(
         self, parts: Mapping[str, np.ndarray], num_samples: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Scores, and to which samples some function applied; `failure_value` for the others."""
+        """Scores, and to which samples some function applied; the failure value for the others."""
         scores, applicable = np.zeros(num_samples, np.float32), np.zeros(num_samples, bool)
         for function in self._functions if num_samples else ():
             part = parts[function.name]
             scores += np.float32(function.weight) * np.nan_to_num(part, nan=0.0)
             applicable |= ~np.isnan(part)
-        scores[~applicable] = self._failure_value
+        scores[~applicable] = np.nan_to_num(self._failure_value)
         return scores, applicable
 
     def _check_name(self, name: str, function: _Function) -> None:
@@ -305,14 +318,9 @@ class RewardManager:
     # --------------------------------------------------------------------- calls
 
     def _call_all(
-        self,
-        prompts: "Sequence[Prompt]",
-        completions: "Sequence[Completion]",
-        state: TrainerState,
+        self, batch: BatchCall, samples: list[SampleCall]
     ) -> list[tuple[_Function, list[Reply]]]:
         """Replies of each function: one for all samples, or one for each."""
-        batch = batch_call(prompts, completions, state, self._wanted)
-        samples = [sample_call(p, c) for p, c in zip(prompts, completions, strict=True)]
         for function in self._functions:
             check_columns(function.info, batch.fields)
         # The pool works while our own functions run here.
@@ -339,6 +347,29 @@ class RewardManager:
             else:
                 replies.append((function, answers))
         return replies + [(function, _results(futures)) for function, futures in retries]
+
+    def _with_retries(
+        self,
+        function: _Function,
+        replies: list[Reply],
+        batch: BatchCall,
+        samples: list[SampleCall],
+    ) -> tuple[_Function, list[Reply], list[Graded]]:
+        """All replies of a function, and its grade of each sample, after retries of failed ones.
+
+        Functions that run in this process are graders of ours: they would fail again.
+        """
+        graded = _per_sample(replies, len(samples))
+        calls = split_batch(batch) if function.info.kind == "batch" else samples
+        for _ in range(self._max_retries if function.local is None else 0):
+            failed = [i for i, g in enumerate(graded) if g.error and g.error.kind != "not run"]
+            if not failed:
+                break
+            again = _results(self._one_by_one(function, [calls[i] for i in failed]))
+            for i, grade in zip(failed, _per_sample(again, len(failed)), strict=True):
+                graded[i] = grade
+            replies = [*replies, *again]
+        return function, replies, graded
 
     def _submit(
         self, function: _Function, batch: BatchCall, samples: list[SampleCall]

@@ -340,6 +340,11 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
             metrics=("response_length/clip_ratio",),
             look_at="max_response_length, stop tokens, an overlong penalty",
         ),
+        "masked_share": Level(
+            metrics=("reward/masked_frac",),
+            window=5,
+            look_at="the failures in the samples, the reward's server or sandbox, mask_truncated",
+        ),
         "repetition": Level(
             metrics=("rollout/repetition",),
             look_at="samples, temperature, learning rate",

@@ -195,7 +195,12 @@ class PromptBatches(Batches):
 
     def _prioritise(self, step: int, batch: Any) -> None:
         if isinstance(self.loader, PriorityLoader):
-            self.loader.update(step, fetch_rows(batch.scores, self._rows), self._rows)
+            scores = fetch_rows(batch.scores, self._rows)
+            if batch.left_out is not None:
+                scores = np.where(fetch_rows(batch.left_out, self._rows) != 0, np.nan, scores)
+            elif batch.sample_mask is not None:
+                scores = np.where(fetch_rows(batch.sample_mask, self._rows) != 0, scores, np.nan)
+            self.loader.update(step, scores, self._rows)
 
     def _priorities(self, step: int) -> dict[str, float]:
         return self.loader.metrics(step) if isinstance(self.loader, PriorityLoader) else {}
@@ -319,7 +324,7 @@ class GroupFilter:
         """Take in a round: whole groups, the samples of a group one after the other."""
         values = batch.scores if self.column is None else batch.reward_parts
         assert values is not None
-        varies = self._varies(values)
+        varies = self._varies(values, batch.left_out, batch.sample_mask)
         candidates = np.concatenate([self._kept_vary, varies])
         order = np.argsort(~candidates, kind="stable")[: self.num_groups]
         rows = (order[:, None] * self.group + np.arange(self.group)).reshape(-1)
@@ -333,11 +338,11 @@ class GroupFilter:
         self._constant += int((~varies).sum())
         self._rounds += 1
 
-    def _varies(self, values: Any) -> np.ndarray:
+    def _varies(self, values: Any, left_out: Any, sample_mask: Any) -> np.ndarray:
         if self.sharding is None:
-            return _varies(values, self.group, self.column, np)
+            return _varies(values, left_out, sample_mask, self.group, self.column, np)
         program = _variation(self.sharding, self.group, self.column)
-        return fetch(call(program, (values,), self._mesh))
+        return fetch(call(program, (values, left_out, sample_mask), self._mesh))
 
     def _select(self, kept: Any, new: Any, rows: np.ndarray) -> Any:
         if self.sharding is None:
@@ -382,15 +387,23 @@ class GroupFilter:
         }
 
 
-def _varies(values: Any, group: int, column: int | None, numeric: Any) -> Any:
-    """True for each group whose scores, or column of the parts, differ: [B] -> [B / group].
+def _varies(
+    values: Any, left_out: Any, sample_mask: Any, group: int, column: int | None, numeric: Any
+) -> Any:
+    """True for each group, [B / group], whose scores or column of the parts differ.
 
-    `numeric` is NumPy or its namesake of jax.
+    Samples that are left out do not count. `numeric` is NumPy or its namesake of jax.
     """
     if column is not None:
         values = numeric.nan_to_num(values[:, column])  # None adds 0
-    groups = values.reshape(-1, group)
-    return groups.max(axis=1) != groups.min(axis=1)
+    kept = numeric.ones(values.shape, bool)
+    if left_out is not None:
+        kept &= left_out == 0
+    if sample_mask is not None:
+        kept &= sample_mask != 0
+    highest = numeric.where(kept, values, -numeric.inf).reshape(-1, group).max(axis=1)
+    lowest = numeric.where(kept, values, numeric.inf).reshape(-1, group).min(axis=1)
+    return highest > lowest
 
 
 def _rows_of(kept: Any, new: Any, rows: Any, numeric: Any) -> Any:

@@ -35,7 +35,10 @@ class RewardFunctions(HostReward):
     stops: Stops
     process_rewards: bool = False  # rewards of steps go to the tokens that end them
     most_failed: int = MOST_FAILED
-    _failed: list[int] = field(default_factory=list)  # last steps in which all samples failed
+    masks_failed: bool = False  # failed samples are left out
+    masks_truncated: bool = False  # samples that were cut at the maximum length are left out
+    # Last steps in which all samples failed, each with its first failure.
+    _failed: list[tuple[int, str]] = field(default_factory=list)
 
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
         """Refuse functions that ask for a column that no prompt has, or can read no right answer.
@@ -83,13 +86,12 @@ class RewardFunctions(HostReward):
         if statistics.num_failed < sum(number for _, number, _ in everyone):
             self._failed.clear()
         else:
-            self._failed.append(step)
+            self._failed.append((step, next(text for _, _, text in everyone if text)))
         if len(self._failed) == self.most_failed:
-            begin = self._failed[0]
+            begin, first = self._failed[0]
             steps = f"step {step}" if begin == step else f"steps {begin} to {step}"
             raise ValueError(
-                f"every reward of {steps} failed, so nothing is learned. "
-                f"The first of the last step: {next(text for _, _, text in everyone if text)}. "
+                f"every reward of {steps} failed, so nothing is learned. The first: {first}. "
                 "Fix the reward function; the same command then goes on from the last checkpoint"
             )
         return reward.scores, columns, statistics.metrics()
@@ -100,7 +102,26 @@ class RewardFunctions(HostReward):
         prompts = context.prompts_of(owned[owned % context.n == 0])
         completions = self._completions(answers)
         with host_work():
-            return self.manager.score(prompts, completions, step).scores
+            result = self.manager.score(prompts, completions, step)
+        if not self.masks_failed:
+            return result.scores
+        return np.where(result.failed != 0, np.float32(np.nan), result.scores)
+
+    @property
+    def masks(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True where some samples may be left out."""
+        return self.masks_failed or self.masks_truncated
+
+    def left_out(self, context: StepContext, rows: int) -> np.ndarray:
+        """1 for each of the samples just scored that failed, or was truncated, and is masked."""
+        assert context.reward is not None
+        left_out = np.zeros(rows, np.float32)
+        if self.masks_failed:
+            left_out = context.reward.failed
+        if self.masks_truncated:
+            finished = [completion.finished for completion in context.completions]
+            left_out = np.where(finished, left_out, np.float32(1.0))
+        return left_out
 
     def step_rewards(self, context: StepContext, shape: tuple[int, int]) -> np.ndarray:
         """The rewards of steps at their last tokens, weighted: float32 [N, R]."""
@@ -125,6 +146,8 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
     manager = RewardManager(
         rewards.functions,
         weights=rewards.weights or None,
+        max_retries=rewards.max_retries,
+        on_failure=rewards.on_failure,
         failure_value=rewards.failure_value,
         timeout=rewards.timeout_s,
         num_workers=rewards.num_workers,
@@ -136,5 +159,7 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
         tokenizer=tokenizer,
         stops=stops_of(config, tokenizer),
         process_rewards=rewards.process_rewards,
+        masks_failed=rewards.on_failure == "mask",
+        masks_truncated=config.rollout.mask_truncated,
         most_failed=min(MOST_FAILED, config.total_steps),
     )

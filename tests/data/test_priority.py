@@ -418,6 +418,15 @@ def test_batches_that_wait_for_their_scores_come_again_and_share_no_prompt():
     assert first.get_state() == second.get_state()
 
 
+def test_a_sample_without_a_score_moves_no_priority():
+    loader = PriorityLoader(prompts(4), learnability, batch_size=2, seed=5, uniform=0.1)
+    first, second = (prompt.row for prompt in loader.draw(1))
+    loader.update(1, np.array([1.0, np.nan, np.nan, np.nan], np.float32))
+    memory = loader._memory
+    assert memory["mean"][first] == 1.0 and memory["visits"][first] == 1
+    assert memory["visits"][second] == 0
+
+
 def test_a_state_keeps_the_batches_that_were_not_drawn_again_yet():
     """As in a run that goes on with a smaller max_staleness, and is killed again."""
     settings = {"batch_size": 3, "seed": 5, "uniform": 0.1}

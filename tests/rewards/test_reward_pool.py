@@ -82,6 +82,17 @@ def hold_the_lock(solution_str, *, file):
     open(file, "w").write(str(os.getpid()))
     re.match("(a+)+b", "a" * 60)
 
+def flaky(solution_str, *, folder):
+    if solution_str == "fails once":
+        path = os.path.join(folder, str(len(os.listdir(folder))))
+        open(path, "x").close()
+        if len(os.listdir(folder)) <= 2:
+            raise RuntimeError("the server is away")
+    return 1.0
+
+def flaky_batch(completions, *, folder):
+    return [flaky(text, folder=folder) for text in completions]
+
 def abstain(completions):
     return [None] * len(completions)
 
@@ -249,6 +260,23 @@ def test_gives_up_on_a_function_that_always_hangs(rewards, monkeypatch):
     result = score([rewards("compute_score")], *texts, timeout=0.2, num_workers=1)
     assert set(result.scores.tolist()) == {-1.0}
     assert list(kinds(result).values()) == ["timeout"] * 2 + ["not run"] * 10
+
+
+@pytest.mark.parametrize("name", ["flaky", "flaky_batch"])
+def test_a_failed_sample_is_tried_again(rewards, tmp_path, name):
+    texts, functions = ("a", "fails once", "b", "fails once"), [rewards(name, folder=str(tmp_path))]
+    assert score(functions, *texts, max_retries=1).scores.tolist() == [1.0] * 4
+    functions = [rewards(name, folder=str(tmp_path / "none"))]  # it cannot note its first call
+    result = score(functions, *texts, max_retries=1, on_failure="mask")
+    assert result.failed.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert result.scores.tolist() == [1.0, 0.0, 1.0, 0.0]
+    np.testing.assert_array_equal(result.parts[name], np.float32([1.0, np.nan, 1.0, np.nan]))
+    assert result.metrics[f"rewards/{name}/mean"] == 1.0 and result.metrics["rewards/failures"] == 2
+
+
+def test_a_sample_that_no_function_applies_to_has_no_score(rewards):
+    result = score([rewards("sometimes")], "none", "a", on_failure="mask")
+    assert result.failed.tolist() == [1.0, 0.0] and kinds(result) == {0: "not applicable"}
 
 
 def test_workers_do_not_import_jax(rewards):

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, Series, Series, int]] = {
         63,
     ),
     "cut_share": ("response_length/clip_ratio", lambda t: 0.1, lambda t: 1.0, 65),
+    "masked_share": ("reward/masked_frac", lambda t: 0.02, lambda t: 0.5, 62),
     "repetition": ("rollout/repetition", lambda t: 0.1, lambda t: 0.9, 63),
     "explained_variance": ("critic/vf_explained_var", lambda t: t / 100, lambda t: -4.0, 63),
     "host_memory": ("perf/process_memory_gb", lambda t: 8 + wave(t), lambda t: 30.0, 70),

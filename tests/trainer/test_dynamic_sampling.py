@@ -65,6 +65,17 @@ def test_groups_that_vary_are_taken_in_order_until_there_are_enough():
     }
 
 
+def test_samples_that_are_left_out_make_no_group_vary():
+    """A failed sample's score says nothing, and one sample alone does not vary."""
+    batch = round_of([7, 3, 9, 5], [[1, 0], [0, 1], [0, 1], [1, 1]], 0)
+    left_out = np.array([0, 1, 0, 0, 1, 1, 0, 0], np.float32)
+    for fields in ({"left_out": left_out}, {"sample_mask": 1 - left_out}):
+        groups = filtered(2, shortage="fill")
+        groups.add(batch.replace(**fields))
+        assert groups.metrics()["rollout/groups_varied"] == 1.0 and not groups.complete
+        np.testing.assert_array_equal(groups.batch().prompts[:, 0], [3, 3, 7, 7])
+
+
 def test_metrics_of_rounds_are_means_and_failures_are_counts():
     first = {"rewards/f/mean": 0.5, "rewards/f/failures": 3.0, "rewards/failures": 4.0}
     second = {"rewards/f/mean": 1.0, "rewards/f/failures": 0.0, "rewards/failures": 1.0, "x": 2.0}

@@ -47,6 +47,29 @@ def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     assert run.saved_steps()[-1] == 8
 
 
+SOMETIMES = """
+def digits(solution_str):
+    if len(solution_str) % 3 == 1:
+        raise RuntimeError("no grader")
+    return 1.0
+"""
+
+
+def test_samples_whose_reward_fails_leave_the_batch(tmp_path: Path) -> None:
+    """A score of 0 would lower the mean, in which all others have 1."""
+    masked, scored = TinyRun(tmp_path / "mask", *SMALL), TinyRun(tmp_path / "value", *SMALL)
+    for run in (masked, scored):
+        (run.folder / "reward.py").write_text(SOMETIMES)
+    masked.finish_here("--config.total_steps=2")
+    scored.finish_here("--config.total_steps=2", "--config.reward.on_failure=value")
+    for line in (masked.metrics()[step] for step in (1, 2)):
+        assert 0 < line["reward/masked_frac"] < 1 and line["critic/score/mean"] == 1.0
+    assert all(
+        line["critic/score/mean"] < 1.0 for line in (scored.metrics()[1], scored.metrics()[2])
+    )
+    assert "reward/masked_frac" not in scored.metrics()[1]
+
+
 def test_a_short_run_ends_as_a_longer_one_does(tmp_path: Path) -> None:
     """It has no three steps: all that it has failed."""
     output = run_with(tmp_path / "one", [1]).finish_here("--config.total_steps=1", code=2)

@@ -88,6 +88,7 @@ ONLINE = Setting("algorithm", lambda c: not is_offline(c))
 NO_RECORDS = Setting("algorithm", _no_records)
 ONE_SAMPLE = Setting("rollout.n", lambda c: c.rollout.n == 1 and not is_offline(c))
 SPREAD = Setting("data.priority", lambda c: isinstance(c.data.priority, Spread))
+MASKED = Setting("reward.on_failure", lambda c: c.reward.on_failure == "mask")
 NO_CURRICULUM = Setting("data.curriculum", lambda c: not c.data.curriculum)
 AHEAD_ON_ONE_GROUP = Setting("max_staleness", _ahead_on_one_group)
 NOT_AHEAD = Setting("max_staleness", lambda c: not c.max_staleness)
@@ -167,6 +168,8 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("mesh.pipeline_micro_batches", NO_PIPELINE, "one stage is no pipeline"),
     # Rewards and teachers.
     ("reward.process_rewards", NO_FUNCTIONS, "there is no function that could score steps"),
+    ("reward.failure_value", MASKED, "a failed sample has no score, unless on_failure=value"),
+    ("rollout.mask_truncated", OFFLINE, "an offline run generates no responses"),
     ("teacher", OFFLINE, "an offline run does not read it"),
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # Models that learn.

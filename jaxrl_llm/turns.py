@@ -360,10 +360,11 @@ class Turns:
                     raise
                 continue
             start = len(self._render(small[:1])) if small[0] is USER else 0
+            # The last end token that stays when messages are added: Phi-3's own end does not.
             cuts = [before.rindex(end) + len(end) for end in ends if end in before[start:]]
-            place = max(cuts, default=len(before))
-            if text.startswith(before[:place]):
-                return text, place
+            for place in sorted(cuts, reverse=True) or [len(before)]:
+                if text.startswith(before[:place]):
+                    return text, place
         raise ValueError(f"{self._name} rewrites earlier turns when messages are added")
 
     # --------------------------------------------------------------------- ends and forms

@@ -49,12 +49,12 @@ def trained(kind: str) -> Tokenizer:
         fast.normalizer = normalizers.Sequence(
             [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
         )
+    else:
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if kind != "byte":
         fast.decoder = decoders.Sequence(
             [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    else:
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        fast.decoder = decoders.Metaspace(prepend_scheme="first")
     trainer = trainers.BpeTrainer(
         vocab_size=500,
         special_tokens=[f"<0x{byte:02X}>" for byte in range(256)] if kind != "byte" else [],

@@ -409,7 +409,10 @@ def _write_tokenizer(source: Path | Tokenizer, directory: Path) -> None:
 def _generation_config(source: Path | Tokenizer) -> dict[str, Any]:
     if isinstance(source, Path):
         path = source / "generation_config.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        if path.is_file():
+            return json.loads(path.read_text())
+        config = json.loads((source / "config.json").read_text())
+        return {key: ids for key, ids in config.items() if key.endswith("_token_id")}
     stop_ids = list(source.stop_ids)
     config: dict[str, Any] = {
         "eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids,

@@ -357,6 +357,12 @@ def test_export_takes_its_tokenizer_from_an_object_or_a_directory(tmp_path):
     assert (copied / "README.md").read_text() == "# mine\n"
     hf = json.loads((copied / "config.json").read_text())
     assert hf["eos_token_id"] == 7 and "temperature" not in hf
+    # A folder without generation_config.json names its ends in config.json.
+    (out / "generation_config.json").unlink()
+    (out / "config.json").write_text(json.dumps(hf | {"eos_token_id": [387, 390]}))
+    again = export(tmp_path / "d", spec, params, tokenizer_files_from=out)
+    for name in ("generation_config.json", "config.json"):
+        assert json.loads((again / name).read_text())["eos_token_id"] == [387, 390]
 
     with pytest.raises(ValueError, match="would overwrite"):
         export(out, spec, params, tokenizer_files_from=out)

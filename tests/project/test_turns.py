@@ -2,14 +2,14 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import turn_templates as templates
 from turn_tokenizers import BOS, EOS, KINDS, write_tokenizer
+from turn_vectors import check_suffix
 
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.turns import TurnEnd, Turns
+from jaxrl_llm.turns import TurnEnd
 
 SYSTEM = {"role": "system", "content": "You are brief."}
 HELLO, BYE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "Bye"}
@@ -331,51 +331,12 @@ def test_the_end_of_a_turn_stops_generation_and_is_told(
 # ------------------------------------------------------------------------- vectors
 
 
-VECTORS = Path(__file__).parents[1] / "golden"
 SMOLLM2 = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant named "
     "SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}" + templates.CHATML
 )
 
 
-class Recorded:
-    """A tokenizer that knows the texts of one case, and renders with a template."""
-
-    eos_id, template_name = -1, "the chat template"
-
-    def __init__(self, case, folder, template):
-        self._case = case
-        self._renderer = load_tokenizer(write_tokenizer(folder, template, CHATML))
-        self._texts = {int(i): text for i, text in case["pieces"].items()}
-        self.model_stop_ids = (case["end_of_turn_id"],)
-        self.added_tokens = {"<|im_end|>": (case["end_of_turn_id"], True)}
-        self.apply_chat_template = self._renderer.apply_chat_template
-
-    def encode(self, text):
-        return self._case["encodings"][text]
-
-    def encode_parts(self, text, places):
-        (place,), ids = places, self.encode(text)
-        cut = self._case["dummies"][text]
-        assert text[:place].endswith("<|im_end|>")
-        return [ids[:cut], ids[cut:]]
-
-
 @pytest.mark.parametrize("case", ["smollm2_retry", "smollm2_split", "smollm2_tool_role"])
 def test_suffixes_are_the_recorded_ones(case, tmp_path):
-    cases = json.loads((VECTORS / "turns_smollm2.json").read_text())["cases"]
-    check_suffix(next(c for c in cases if c["name"] == case), tmp_path, SMOLLM2)
-
-
-def check_suffix(case, folder, template):
-    """ids = prompt + sampled + suffix + sampled, as recorded."""
-    turn = case["turns"][0]
-    full = next(t for t, ids in case["encodings"].items() if ids == turn["dummy_full_ids"])
-    tokenizer = Recorded({**case, "dummies": {full: turn["cut"]}}, folder, template)
-    turns = Turns(tokenizer, case["tools"])
-    names = [message["name"] for message in turn["new_messages"] if message["role"] == "tool"]
-    suffix = turns.suffix(turn["new_messages"], calls=names, sampled_stop=turn["sampled_ids"][-1])
-    assert suffix == turn["suffix_ids"]
-    sampled = [turn["sampled_ids"] for turn in case["turns"]]
-    assert case["prompt_ids"] + sampled[0] + suffix + sampled[1] == case["ids"]
-    assert tokenizer.encode(turns.prompt(case["first_messages"])) == case["prompt_ids"]
+    check_suffix(case, tmp_path, SMOLLM2)

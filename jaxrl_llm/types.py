@@ -60,6 +60,9 @@ class RolloutBatch:
     rollout_logprobs: Float[Array, "B R"] | None = None  # from the sampler
     # The experts that the sampler chose for each token, -1 for no token: routing replay.
     rollout_routes: Int[Array, "B T L K"] | None = None
+    # The tokens that the sampler's filters kept at each place, -1 for no token. Log-probs, entropy
+    # and KL are over these tokens.
+    rollout_kept: Int[Array, "B R K"] | None = None
     # With partial rollouts: updates of the policy that sampled each token; -1 outside of the mask.
     policy_versions: Int[Array, "B R"] | None = None
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update

@@ -33,6 +33,7 @@ from jaxrl_llm.typed_records.bounds import (
     Probability,
     Processes,
     Seconds,
+    TopK,
     Unbounded,
     Whole,
     guess,
@@ -344,7 +345,9 @@ class RolloutConfig(Record):
 
     n: Count = 1  # samples per prompt
     temperature: NotNegative = 1.0  # sampling temperature; 0: greedy
-    top_k: Whole = 0  # number of likeliest tokens to sample from; 0: off
+    # Number of likeliest tokens to sample from; 0: off. Log-probs are over the tokens that filters
+    # keep, at most 512.
+    top_k: TopK = 0
     top_p: Probability = 1.0  # probability of the likeliest tokens to sample from; 1: off
     min_p: Fraction = 0.0  # least probability, relative to the likeliest token; 0: off
     # Sequences per replica that are decoded at once; 0: all of its samples, on a GPU at least 8.

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar
 from pydantic import ValidationError
 
 from jaxrl_llm.config.schema import StopTexts
-from jaxrl_llm.typed_records.bounds import Count, NotNegative, Probability, Whole
+from jaxrl_llm.typed_records.bounds import Count, NotNegative, Probability, TopK, Whole
 from jaxrl_llm.typed_records.messages import ConfigError, explain
 from jaxrl_llm.typed_records.record import Record, validate
 
@@ -22,7 +22,7 @@ class StreamSettings(Record):
     max_new_tokens: Count = 256
     temperature: NotNegative = 1.0  # 0 is greedy
     top_p: Probability = 1.0
-    top_k: Whole = 0  # 0 is off
+    top_k: TopK = 0  # 0 is off
     stop: StopTexts = ()
     seed: Whole = 0
     chat: bool | None = None  # True: a text is a user's message; None: with a chat template

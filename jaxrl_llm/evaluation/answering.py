@@ -73,8 +73,9 @@ class OpenModel:
             n: answers to each prompt; default 1.
             seed: the same prompts, `n` and `seed` give the same samples; default 0.
             max_new_tokens: maximum length of an answer; default 256.
-            temperature: default 1; 0 is greedy. Log-probs are of the full softmax at it.
-            top_p, top_k: nucleus and top-k sampling; the defaults 1.0 and 0 are off.
+            temperature: default 1; 0 is greedy. Log-probs are at this temperature.
+            top_p, top_k: nucleus and top-k sampling; the defaults 1.0 and 0 are off. Log-probs are
+                over the tokens that they keep, at most 512.
             stop: one string or several. An answer ends with the token that completes one of them.
                 The string stays in the answer.
             chat: whether a text becomes a user message; None: if there is a chat template.

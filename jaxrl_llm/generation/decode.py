@@ -19,9 +19,10 @@ from jaxrl_llm.generation.kv_cache import (
 )
 from jaxrl_llm.generation.pages import PageSizes, take_pages
 from jaxrl_llm.generation.queue import Queue
-from jaxrl_llm.generation.sampler import SamplingParams, sample, token_keys
+from jaxrl_llm.generation.sampler import Sampled, SamplingParams, sample, token_keys
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.kept_logprob import strict_kept_logprob
 from jaxrl_llm.kernels.linear_logprob import strict_logits, strict_logprob, strict_sums
 from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
 from jaxrl_llm.models.attention import Mixers
@@ -89,7 +90,7 @@ def decode(
     keys_B2 = token_keys(
         seed_key if seed_key.ndim == 0 else seed_key[row_B], queue.sample_ids_N[row_B], index_B
     )
-    tokens_B, logprobs_B = _sample(model, hidden_B1D[:, 0], keys_B2, sampling)
+    tokens_B, logprobs_B, kept_BK = _sample(model, hidden_B1D[:, 0], keys_B2, sampling)
 
     # Slots were refilled before this step, so a sample that is still ready found no page.
     num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
@@ -107,8 +108,13 @@ def decode(
         chosen_BLK = routed.chosen_BTK[:, :, 0].swapaxes(0, 1).astype(routes.read_NR.dtype)
         read_NR = routes.read_NR.at[at].set(chosen_BLK, mode="drop", unique_indices=True)
         routes = routes._replace(read_NR=read_NR)
+    kept_NRK = state.kept_NRK
+    if kept_NRK is not None:
+        assert kept_BK is not None
+        kept_NRK = kept_NRK.at[at].set(kept_BK, mode="drop", unique_indices=True)
     return state._replace(
         routes=routes,
+        kept_NRK=kept_NRK,
         cache=cache,
         table=table,
         slots=slots._replace(
@@ -128,8 +134,8 @@ def decode(
 
 def _sample(
     model: Any, hidden_BD: jax.Array, keys_B2: jax.Array, sampling: SamplingParams
-) -> tuple[jax.Array, jax.Array]:
-    """A token of every slot, and its log-prob. A `strict_scope` gives the bits of the trainer."""
+) -> Sampled:
+    """A token of every slot. In a `strict_scope` log-probs have the bits of the trainer."""
     if (strict := strict_in_scope()) is None:
         return sample(model.logits(hidden_BD), keys_B2, sampling)
     temperature = sampling.temperature or 1.0
@@ -137,7 +143,11 @@ def _sample(
     def run(weight_VD: jax.Array, hidden_CD: jax.Array, keys_C2: jax.Array) -> Any:
         logits_CV = strict_logits(hidden_CD, weight_VD)
         sums_CM = strict_sums(logits_CV, temperature)
-        tokens_C, _ = sample(logits_CV, keys_C2, sampling, sums_CM)
-        return tokens_C, strict_logprob(logits_CV, sums_CM, tokens_C, temperature)[0]
+        tokens_C, _, kept_CK = sample(logits_CV, keys_C2, sampling, sums_CM)
+        if kept_CK is None:
+            logprobs_C, _ = strict_logprob(logits_CV, sums_CM, tokens_C, temperature)
+        else:
+            logprobs_C, _ = strict_kept_logprob(logits_CV, kept_CK, tokens_C, temperature)
+        return Sampled(tokens_C, logprobs_C, kept_CK)
 
     return by_rows(strict, run, model.unembedding(), hidden_BD, keys_B2, lead=1)

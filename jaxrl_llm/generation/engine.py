@@ -65,6 +65,7 @@ class ContinuedResponses(NamedTuple):
     mask: jax.Array
     logprobs: jax.Array
     routes: jax.Array | None
+    kept: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -88,6 +89,9 @@ class GenerationOutput:
     # The experts of each token of prompt and response, int8 or int16 [N, P + R, L, K]. They are -1
     # for padding and for tokens that no step read. None unless `record_routes`.
     routes: jax.Array | None = None
+    # The ids of the tokens that filters kept, int32 [N, R, K]; -1 for no token. None unless
+    # `record_kept` and a filter is on.
+    kept: jax.Array | None = None
     continued: ContinuedResponses | None = None  # see `generate_on_mesh`
 
 
@@ -372,6 +376,7 @@ def _engine(
         spec, params = _generation_form(spec.of_dtype(dtype), params, settings, split=split)
     how = {"attention": settings.attention, "heads": heads}
     sampling = settings.sampling
+    num_kept = sampling.num_kept(spec.config.vocab_size)
     step = partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how)
     return _Engine(
         empty=partial(
@@ -385,6 +390,7 @@ def _engine(
             state_dtype=dtype,
             max_new_tokens=max_new_tokens,
             record_routes=settings.record_routes,
+            record_kept=num_kept if settings.record_kept else 0,
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=step,
@@ -497,7 +503,7 @@ def _parted(output: GenerationOutput, continued: Samples | None) -> GenerationOu
     shape = continued.lengths.shape
     number = shape[0] * shape[1]
     every = ContinuedResponses(
-        output.tokens, output.lengths, output.mask, output.logprobs, output.routes
+        output.tokens, output.lengths, output.mask, output.logprobs, output.routes, output.kept
     )
     before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
     after = jax.tree.map(lambda x: x[number:], every)._asdict()
@@ -604,4 +610,5 @@ def _output(
         live_slot_steps=state.live_slot_steps,
         stalled_slot_steps=state.stalled_slot_steps,
         routes=state.routes and state.routes.of_samples(prompt_lengths_N, group_N),
+        kept=state.kept_NRK,
     )

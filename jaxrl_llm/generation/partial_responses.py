@@ -5,7 +5,7 @@ counts updates. Each version from b to t - 2 adds at most `tokens` tokens to a r
 ended. Version t - 1, the newest before the step, generates the rest. So the step and the length of
 a response decide where it is interrupted, never a clock.
 
-Shape letters: N samples, P prompt tokens, R response tokens.
+Shape letters: N samples, P prompt tokens, R response tokens, K tokens that filters keep at most.
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ class Responses(NamedTuple):
     mask_NR: jax.Array  # 1 for a sampled token
     logprobs_NR: jax.Array  # under the policy that sampled the token
     versions_NR: jax.Array  # int32, version of this policy; NO_VERSION outside of the mask
+    kept_NRK: jax.Array | None = None  # ids of the tokens that filters kept; None without filters
 
     def last_N(self, x_NR: jax.Array) -> jax.Array:
         """The entry of each response's last token; of an empty one the first."""
@@ -88,8 +89,11 @@ def append(responses: Responses, new: Responses) -> Responses:
     longer_N = lengths_N + new.lengths_N
     added_NR = (places_R >= lengths_N[:, None]) & (places_R < longer_N[:, None])
 
-    def joined(before_NR: jax.Array, after_NR: jax.Array) -> jax.Array:
-        return jnp.where(added_NR, _moved(after_NR, lengths_N, room), before_NR)
+    def joined(before: jax.Array, after: jax.Array) -> jax.Array:
+        added = added_NR.reshape(*added_NR.shape, *[1] * (before.ndim - 2))
+        return jnp.where(added, _moved(after, lengths_N, room), before)
+
+    kept = responses.kept_NRK, new.kept_NRK
 
     return Responses(
         tokens_NR=joined(responses.tokens_NR, new.tokens_NR),
@@ -97,6 +101,7 @@ def append(responses: Responses, new: Responses) -> Responses:
         mask_NR=joined(responses.mask_NR, new.mask_NR),
         logprobs_NR=joined(responses.logprobs_NR, new.logprobs_NR),
         versions_NR=joined(responses.versions_NR, new.versions_NR),
+        kept_NRK=None if kept[0] is None or kept[1] is None else joined(kept[0], kept[1]),
     )
 
 
@@ -133,7 +138,7 @@ def join_routes(before: jax.Array, after: jax.Array) -> jax.Array:
     return jnp.where(before >= 0, before, after)
 
 
-def _moved(x_NR: jax.Array, by_N: jax.Array, width: int) -> jax.Array:
-    """Each row moved to the right by its number of places; what comes before it is arbitrary."""
-    from_NT = jnp.clip(jnp.arange(width) - by_N[:, None], 0, x_NR.shape[1] - 1)
-    return jnp.take_along_axis(x_NR, from_NT, axis=1)
+def _moved(x: jax.Array, by_N: jax.Array, width: int) -> jax.Array:
+    """Each row of [N, R, ...] moved to the right by its number of places; any values before it."""
+    from_NT = jnp.clip(jnp.arange(width) - by_N[:, None], 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, from_NT.reshape(*from_NT.shape, *[1] * (x.ndim - 2)), axis=1)

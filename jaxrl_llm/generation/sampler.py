@@ -1,21 +1,23 @@
-"""Sampling of the next token: greedy, temperature, top-k, top-p and min-p, without a sort.
+"""Sampling of the next token: greedy, at a temperature, and with filters, without a sort.
 
 Sampling takes the argmax of logits plus Gumbel noise. A large vocabulary is sampled in two steps:
 first a column, by the sum of its F probabilities, then a token in that column. The distribution is
 the same, and noise is needed for M + F numbers instead of F * M. The noise is a hash of (seed,
 step, sample, token index, place). So a sample's tokens do not depend on its slot, its batch or the
-number of devices. Bisection on the bits of the floats finds the thresholds of top-k and top-p. A
-filter that is off adds nothing to the program.
+number of devices. With filters, the few tokens that these keep are drawn from (`filters.py`).
+Filters that are off add nothing to the program.
 
 Shape letters: B rows, V = F * M vocabulary in F rows of M columns.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxrl_llm.generation.filters import kept_tokens, num_kept
 from jaxrl_llm.generation.stop_strings import Stops, StopStrings
 from jaxrl_llm.kernels.vocabulary_sums import num_rows, sums_of_columns
 from jaxrl_llm.numerics import mix32
@@ -25,10 +27,9 @@ from jaxrl_llm.numerics import mix32
 class SamplingParams:
     """Settings of sampling. Filters apply in the order top-k, top-p, min-p.
 
-    Each filter works on the softmax at `temperature` and keeps all tokens that tie with the last
-    one kept. As in transformers, top-p uses the probabilities of the tokens that top-k kept.
-    Log-probs are of the full softmax, because the trainer recomputes these. So with a filter, the
-    sampled policy is narrower than the reported log-probs say.
+    Each filter works on the softmax at `temperature`. As in transformers, top-p uses the
+    probabilities of the tokens that top-k kept. At most MOST_KEPT tokens are kept, the likeliest
+    ones. Log-probs are of the distribution that is sampled, over the tokens that filters keep.
     """
 
     max_new_tokens: int
@@ -43,6 +44,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if the most likely token is always taken. The filters then have no effect."""
         return self.temperature == 0
+
+    def num_kept(self, vocab_size: int) -> int:
+        """The most tokens that filters keep of a vocabulary; 0 where no filter is on."""
+        if self.greedy:
+            return 0
+        return num_kept(vocab_size, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @property
     def stops(self) -> Stops:
@@ -88,17 +95,25 @@ def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.
     return jax.vmap(one, in_axes=(key_axis, 0, 0))(seed_key, sample_ids_B, token_index_B)
 
 
+class Sampled(NamedTuple):
+    """A token of each row."""
+
+    tokens_B: jax.Array  # int32
+    logprobs_B: jax.Array  # float32
+    kept_BK: jax.Array | None  # ids of the tokens that filters keep, -1 for none; None: no filter
+
+
 def sample(
     logits_BV: jax.Array,
     keys_B2: jax.Array,
     params: SamplingParams,
     sums_BM: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Sample one token a row; returns (tokens int32 [B], log-probs float32 [B]).
+) -> Sampled:
+    """Sample one token a row.
 
-    Log-probs are of the full softmax at the sampling temperature (1 when greedy). `keys_B2`
-    comes from `token_keys`; greedy sampling does not read it. `sums_BM` are `sums_of_columns` of
-    the logits over the temperature, where the caller has them.
+    Log-probs are at the sampling temperature (1 when greedy), over the tokens that filters keep.
+    `keys_B2` comes from `token_keys`; greedy sampling does not read it. `sums_BM` are
+    `sums_of_columns` of the logits over the temperature, where the caller has them.
     """
     z_BV = logits_BV.astype(jnp.float32)
     if params.greedy:
@@ -107,13 +122,22 @@ def sample(
     else:
         if params.temperature != 1:
             z_BV = z_BV / params.temperature
-        kept_BV = filter_logits(z_BV, params)
-        sums_BM = sums_BM if kept_BV is z_BV else None
-        tokens_B, total_B = _draw(kept_BV, keys_B2, sums_BM)
-        if kept_BV is not z_BV:
-            total_B = jax.nn.logsumexp(z_BV, axis=-1)
+        if params.num_kept(z_BV.shape[-1]):
+            return _draw_kept(z_BV, keys_B2, params)
+        tokens_B, total_B = _draw(z_BV, keys_B2, sums_BM)
     chosen_B = jnp.take_along_axis(z_BV, tokens_B[:, None], axis=-1)[:, 0]
-    return tokens_B, chosen_B - total_B
+    return Sampled(tokens_B, chosen_B - total_B, None)
+
+
+def _draw_kept(z_BV: jax.Array, keys_B2: jax.Array, params: SamplingParams) -> Sampled:
+    """Tokens from the softmax over the tokens that filters keep."""
+    kept = kept_tokens(z_BV, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    noise_BK = _gumbel_at(keys_B2, kept.ids_BK.astype(jnp.uint32))
+    at_B1 = jnp.argmax(kept.z_BK + noise_BK, axis=-1)[:, None]
+    tokens_B, chosen_B = (
+        jnp.take_along_axis(x_BK, at_B1, axis=-1)[:, 0] for x_BK in (kept.ids_BK, kept.z_BK)
+    )
+    return Sampled(tokens_B, chosen_B - jax.nn.logsumexp(kept.z_BK, axis=-1), kept.ids_BK)
 
 
 def _draw(
@@ -138,63 +162,22 @@ def _draw(
     return row_B * columns + column_B, total_B
 
 
-def filter_logits(z_BV: jax.Array, params: SamplingParams) -> jax.Array:
-    """`z_BV` (logits divided by the temperature), with -inf for tokens that a filter removes."""
-    if 0 < params.top_k < z_BV.shape[-1]:
-        z_BV = _keep_above(z_BV, _top_k_threshold(z_BV, params.top_k))
-    if params.top_p < 1:
-        z_BV = _keep_above(z_BV, _top_p_threshold(z_BV, params.top_p))
-    if params.min_p > 0:
-        peak_B = jnp.max(z_BV, axis=-1)
-        z_BV = jnp.where(z_BV >= (peak_B + jnp.log(params.min_p))[:, None], z_BV, -jnp.inf)
-    return z_BV
-
-
 def _gumbel(keys_B2: jax.Array, size: int, first: int = 0) -> jax.Array:
-    """Standard Gumbel noise [B, size] from a hash of (key, place); places count from `first`.
+    """Standard Gumbel noise [B, size] at the places from `first` on."""
+    return _gumbel_at(keys_B2, (lax.iota(jnp.uint32, size) + jnp.uint32(first))[None, :])
+
+
+def _gumbel_at(keys_B2: jax.Array, places_BV: jax.Array) -> jax.Array:
+    """Standard Gumbel noise from a hash of (key, place); `places_BV` are uint32, [B or 1, V].
 
     The hash is two rounds of a 32-bit finaliser with one key word each, about a fifth of threefry's
     arithmetic. It is elementwise, so it fuses into the argmax and needs no communication when V is
     split.
     """
-    index_V = lax.iota(jnp.uint32, size) + jnp.uint32(first)
     first_B1, second_B1 = keys_B2[:, :1], keys_B2[:, 1:]
-    bits_BV = mix32(mix32(index_V[None, :] + first_B1) ^ second_B1)
+    bits_BV = mix32(mix32(places_BV + first_B1) ^ second_B1)
     # -log(-log1p(-v)) has full relative precision for small v, which gives the largest noise: the
     # tail reaches 22, instead of 16 with a 24-bit uniform.
     v_BV = (bits_BV.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
     v_BV = jnp.minimum(v_BV, jnp.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-v_BV))
-
-
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """uint32 numbers in the order of the float32 values; -0 equals 0."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _keep_above(z_BV: jax.Array, threshold_B: jax.Array) -> jax.Array:
-    return jnp.where(_ordered_bits(z_BV) >= threshold_B[:, None], z_BV, -jnp.inf)
-
-
-def _largest_threshold(ordered_BV: jax.Array, weight_BV: jax.Array, need_B: jax.Array) -> jax.Array:
-    """The largest uint32 t [B] such that tokens >= t weigh at least `need_B`; takes 32 passes."""
-
-    def step(i: jax.Array, t_B: jax.Array) -> jax.Array:
-        candidate_B = t_B | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        above_BV = ordered_BV >= candidate_B[:, None]
-        weight_B = jnp.sum(jnp.where(above_BV, weight_BV, 0), axis=-1)
-        return jnp.where(weight_B >= need_B, candidate_B, t_B)
-
-    return lax.fori_loop(0, 32, step, jnp.zeros(ordered_BV.shape[:1], jnp.uint32))
-
-
-def _top_k_threshold(z_BV: jax.Array, k: int) -> jax.Array:
-    ordered_BV = _ordered_bits(z_BV)
-    need_B = jnp.full(z_BV.shape[:1], k, jnp.int32)
-    return _largest_threshold(ordered_BV, jnp.ones_like(ordered_BV, jnp.int32), need_B)
-
-
-def _top_p_threshold(z_BV: jax.Array, p: float) -> jax.Array:
-    mass_BV = jnp.exp(z_BV - jnp.max(z_BV, axis=-1, keepdims=True))
-    return _largest_threshold(_ordered_bits(z_BV), mass_BV, p * jnp.sum(mass_BV, axis=-1))

@@ -37,4 +37,5 @@ class GenerationSettings:
     tail_slots: tuple[int, ...] | None = None
     tokens_a_page: int = 0  # 0 is the block size of the decode kernel
     record_routes: bool = False  # the experts of every token, for the trainer to take the same
+    record_kept: bool = False  # the tokens that filters kept, for the trainer's log-probs
     strict: Strict | None = None  # log-probs with the bits of a strict forward pass

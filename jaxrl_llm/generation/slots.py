@@ -69,6 +69,11 @@ def no_routes(config: ModelConfig, rows: int, tokens: int) -> jax.Array:
     return jnp.full((rows, tokens, *each), -1, dtype)
 
 
+def no_kept(rows: int, tokens: int, most: int) -> jax.Array:
+    """The ids of kept tokens where nothing was sampled, int32 [rows, tokens, most]."""
+    return jnp.full((rows, tokens, most), -1, jnp.int32)
+
+
 class State(NamedTuple):
     """The carry of all loops."""
 
@@ -87,6 +92,7 @@ class State(NamedTuple):
     live_slot_steps: jax.Array
     stalled_slot_steps: jax.Array
     routes: Routes | None = None
+    kept_NRK: jax.Array | None = None  # ids of the tokens that filters kept; None: not recorded
 
 
 def empty_state(
@@ -100,10 +106,13 @@ def empty_state(
     state_dtype: Any,
     max_new_tokens: int,
     record_routes: bool = False,
+    record_kept: int = 0,
 ) -> State:
     """All slots free, nothing in the cache, nothing written."""
     num_samples, width = queue.prompts_NP.shape
-    routes = None
+    routes, kept_NRK = None, None
+    if record_kept:
+        kept_NRK = no_kept(num_samples, max_new_tokens, record_kept)
     if record_routes:
         num_groups = queue.order_G.shape[0]
         routes = empty_routes(config, num_groups, num_samples, width, max_new_tokens)
@@ -140,6 +149,7 @@ def empty_state(
         live_slot_steps=zero,
         stalled_slot_steps=zero,
         routes=routes,
+        kept_NRK=kept_NRK,
     )
 
 

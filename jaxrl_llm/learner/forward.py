@@ -25,6 +25,7 @@ from jaxrl_llm.kernels.flash_attention import (
     token_order,
 )
 from jaxrl_llm.kernels.gated_delta import Inputs, Runs, chunking_of, gated_delta
+from jaxrl_llm.kernels.kept_logprob import KeptStatistics, kept_logprob
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, sum_squared_probs
 from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.kernels.mesh_split import MeshSplit, in_row_order
@@ -251,11 +252,12 @@ def response_logprobs(
     settings: ForwardSettings,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    kept: Int[Array, "B R K"] | None = None,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"] | None]:
     """Log-prob of each response token, and `with_entropy` the entropy there (nats).
 
-    Requires: `temperature` is the sampler's. Otherwise the ratio of the two log-probs compares
-    different policies. A greedy rollout (0) is scored at 1.
+    Requires: `temperature` and `kept` are the sampler's. Otherwise the ratio of the two log-probs
+    compares different policies. A greedy rollout (0) is scored at 1.
     """
     statistics = response_statistics(
         params,
@@ -264,6 +266,7 @@ def response_logprobs(
         settings=settings,
         temperature=temperature,
         with_entropy=with_entropy,
+        kept=kept,
     )
     return statistics.logprobs, statistics.entropy
 
@@ -279,8 +282,13 @@ def response_statistics(
     with_squares: bool = False,
     candidates: Int[Array, "B R K"] | None = None,
     top_k: int = 0,
+    kept: Int[Array, "B R K"] | None = None,
 ) -> "Statistics":
-    """The requested statistics of the distribution that each response token was drawn from."""
+    """The requested statistics of the distribution that each response token was drawn from.
+
+    With `kept` this is the softmax over these tokens, -1 for no token. Log-probs of `candidates`
+    and of the likeliest tokens are of the whole softmax in any case.
+    """
     model, layout = prepare(spec, params, settings), settings.layout
     rows = spread(rows, layout)
     every, routed = routed_states(model, rows.tokens, settings, rows)
@@ -288,21 +296,27 @@ def response_statistics(
     weight, softcap = model.unembedding(), spec.config.logits_softcap
     temperature = temperature or 1.0
     logits = {"temperature": temperature, "softcap": softcap}
-    logprobs, entropy = head_logprobs(
-        hidden,
-        weight,
-        rows.targets,
-        layout,
-        lengths=rows.num_targets,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        softcap=softcap,
-        strict=settings.strict,
-    )
     squares, at_candidates, top = None, None, None
-    if with_squares:
-        run = partial(sum_squared_probs, **logits)
-        squares = rows.to_samples(_by_part(run, layout, hidden, weight))
+    if kept is None:
+        logprobs, entropy = head_logprobs(
+            hidden,
+            weight,
+            rows.targets,
+            layout,
+            lengths=rows.num_targets,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            softcap=softcap,
+            strict=settings.strict,
+        )
+        if with_squares:
+            run = partial(sum_squared_probs, **logits)
+            squares = rows.to_samples(_by_part(run, layout, hidden, weight))
+    else:
+        narrow = _kept_statistics(hidden, weight, rows, kept, settings, **logits)
+        logprobs = narrow.logprobs
+        entropy = narrow.entropy if with_entropy else None
+        squares = rows.to_samples(narrow.sum_squares) if with_squares else None
     if candidates is not None:
         run = partial(linear_logprobs_at, **logits)
         at_targets = _by_replica(run, layout, hidden, weight, rows.at_targets(candidates))
@@ -419,6 +433,29 @@ def head_logprobs(
         )
 
     return _by_replica(run, layout, hidden, weight, targets, lengths)
+
+
+def _kept_statistics(
+    hidden: Float[Array, "B X D"],
+    weight: Float[Array, "V D"],
+    rows: Rows,
+    kept: Int[Array, "B R K"],
+    settings: ForwardSettings,
+    **logits: Any,
+) -> KeptStatistics:
+    """`kept_logprob` of the targets of rows; see `head_logprobs`."""
+
+    def run(
+        hidden: Array, weight: Array, targets: Array, ids: Array, lengths: Array | None
+    ) -> KeptStatistics:
+        if lengths is not None and lengths.ndim > 1:
+            lengths = lengths[:, 0]
+        strict = settings.strict
+        return kept_logprob(hidden, weight, targets, ids, lengths=lengths, strict=strict, **logits)
+
+    ids = rows.at_targets(kept)
+    layout, targets = settings.layout, rows.targets
+    return _by_replica(run, layout, hidden, weight, targets, ids, rows.num_targets)
 
 
 def _predicting(rows: Rows, hidden: Float[Array, "B T D"], layout: Layout | None) -> Array:

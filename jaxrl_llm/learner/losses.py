@@ -30,7 +30,7 @@ from jaxrl_llm.learner.forward import (
     response_values,
 )
 from jaxrl_llm.learner.router_losses import ROUTER_METRICS, RouterLoss
-from jaxrl_llm.learner.rows import ROUTES, SAMPLE_ROWS, Fields, rows_of
+from jaxrl_llm.learner.rows import KEPT, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 
@@ -59,7 +59,7 @@ class PolicyLoss:
     own_logprobs: bool = False
     with_log_ratios: bool = False
     router: RouterLoss = RouterLoss()  # losses of the routers of a mixture of experts
-    replays_routes: bool = False  # tokens take the experts that they had in the rollout
+    replays: tuple[str, ...] = ()  # fields that say how the rollout computed: experts, kept tokens
     masks: bool = False  # samples may be left out
 
     @property
@@ -67,9 +67,7 @@ class PolicyLoss:
         """The fields of the batch that the loss needs."""
         algorithm = self.algorithm
         reads = _reads(algorithm.policy_loss, algorithm.kl_loss)
-        reads = (*reads, *_mask_fields(algorithm, self.masks))
-        if self.replays_routes:
-            reads = (*reads, ROUTES)
+        reads = (*reads, *_mask_fields(algorithm, self.masks), *self.replays)
         if self.own_logprobs:
             reads = tuple(dict.fromkeys((*reads, "rollout_logprobs")))
             reads = tuple(name for name in reads if name != "old_logprobs")
@@ -93,6 +91,7 @@ class PolicyLoss:
             temperature=self.temperature,
             with_entropy=uses_entropy or self.own_logprobs,
             candidates=part["teacher_top_ids"] if "top_logprobs" in reads else None,
+            kept=part.get(KEPT),
         )
         logprobs, entropy, top = statistics.logprobs, statistics.entropy, statistics.at_candidates
         counts, mask = _counts(part), _loss_mask(part)

@@ -29,6 +29,7 @@ from jaxrl_llm.kernels.flash_attention import Visibility, token_order
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
 ROUTES = "rollout_routes"  # the field of the experts that the sampler chose, [B, P + R, L, K]
+KEPT = "rollout_kept"  # the field of the tokens that the sampler's filters kept, [B, R, K]
 SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "response_lengths")  # parts of a row
 
 

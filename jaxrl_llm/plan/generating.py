@@ -28,7 +28,7 @@ from jaxrl_llm.generation.partial_responses import (
 )
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
-from jaxrl_llm.learner.rows import ROUTES
+from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.plan.stages import ModelStage
@@ -37,6 +37,7 @@ from jaxrl_llm.program.stage import StageOutput
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 SAMPLED = ("responses", "response_lengths", "mask", "rollout_logprobs")
 CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")  # fields of responses in parts
+RESPONSES = (*CONTINUED, KEPT)  # the fields of `Responses`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,12 @@ class Generation:
             continued=continued,
         )
 
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The fields that say how tokens were sampled, for the trainer to repeat it."""
+        routes = (ROUTES,) if self.settings.record_routes else ()
+        return (*routes, KEPT) if self.settings.record_kept else routes
+
     def tails(self, role: Role) -> int:
         """The number of tails of a generation on each replica."""
         return len(tails_of(self.settings, self.samples // role.generation.num_replicas))
@@ -109,7 +116,7 @@ class Generate(ModelStage):
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         writes = SAMPLED if self.parts is None else CONTINUED
-        return (*writes, ROUTES) if self.how.settings.record_routes else writes
+        return (*writes, *self.how.recorded)
 
     @property
     def loop_metrics(self) -> Mapping[str, str]:
@@ -152,13 +159,14 @@ class Generate(ModelStage):
     def output(self, out: GenerationOutput, step: jax.Array, lengths: jax.Array) -> StageOutput:
         """The result of the stage, made of a generation."""
         settings, parts, metrics = self.how.settings, self.parts, loop_counts(out)
-        routes = () if out.routes is None else (out.routes,)
+        # Without parts all tokens have one version, which no field needs.
+        version = jnp.int32(0) if parts is None else parts.first_version(step)
+        responses = _responses(out, version)
+        writes = dict(zip(RESPONSES, responses, strict=True)) | {ROUTES: out.routes}
+        writes = {name: writes[name] for name in self.writes}
         if parts is None:
-            fields = (out.tokens, out.lengths, out.mask, out.logprobs, *routes)
-            return StageOutput(dict(zip(self.writes, fields, strict=True)), metrics)
-        responses = _responses(out, parts.first_version(step))
+            return StageOutput(writes, metrics)
         left = are_unfinished(responses, lengths, settings.sampling)
-        writes = dict(zip(self.writes, (*responses, *routes), strict=True))
         return StageOutput(writes, metrics | {UNFINISHED: left.sum()})
 
 
@@ -279,7 +287,7 @@ class ContinueResponses(ModelStage):
 
     @property
     def _fields(self) -> tuple[str, ...]:
-        return (*CONTINUED, ROUTES) if self.how.settings.record_routes else CONTINUED
+        return (*CONTINUED, *self.how.recorded)
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -292,8 +300,8 @@ class ContinueResponses(ModelStage):
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         sampling, parts = self.how.settings.sampling, self.parts
         version = parts.first_version(step)
-        older = {name: fields[OLDER + name] for name in CONTINUED}
-        flat = Responses(*(_rows(older[name]) for name in CONTINUED))
+        names = [name for name in RESPONSES if name in self._fields]
+        flat = Responses(*(_rows(fields[OLDER + name]) for name in names))
         prompts, lengths, ids, steps = (_rows(fields[name]) for name in OLDER_READS)
         go_on = are_unfinished(flat, lengths, sampling) & (steps > 0)
         whole, longer = join(prompts, lengths, flat)
@@ -330,8 +338,9 @@ class ContinueResponses(ModelStage):
         }
         each = jnp.sum(left.reshape(shape), axis=0)
         metrics |= {f"{UNFINISHED}_{i}": each[i] for i in range(shape[1])}
-        writes: dict[str, Any] = dict(zip(CONTINUED, new, strict=True))
-        for name, x in zip(CONTINUED, after, strict=True):
+        writes: dict[str, Any] = dict(zip(names, new, strict=False))  # the kept tokens come last
+        for name, x in zip(names, after, strict=False):
+            assert x is not None
             writes[OLDER + name] = x.reshape(*shape, *x.shape[1:])
         if out.routes is not None:
             writes |= self._routes(out, fields)
@@ -373,4 +382,4 @@ def _rows(x: jax.Array) -> jax.Array:
 def _responses(out: Any, version: jax.Array) -> Responses:
     """The responses that one policy generated."""
     versions = versions_of(out.mask, version)
-    return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions)
+    return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions, out.kept)

@@ -15,6 +15,7 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
+from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import plan
@@ -124,11 +125,12 @@ class OnlineStages:
         old = ("old_logprobs", "sum_pi_squared") if squares else ("old_logprobs",)
         catalogue: list[Stage] = [
             *self._generation(),
-            stages.OldLogprobs(
-                writes=old, replays_routes=replays_routes(config, roles["actor"]), **passes("actor")
-            ),
+            stages.OldLogprobs(writes=old, replays=self._replays, **passes("actor")),
             stages.FrozenLogprobs(
-                name="ref", writes=("reference_logprobs",), **passes("reference")
+                name="ref",
+                writes=("reference_logprobs",),
+                replays=self._kept,
+                **passes("reference"),
             ),
             stages.Values(
                 model=roles["critic"],
@@ -139,7 +141,9 @@ class OnlineStages:
         if config.teacher is not None:
             writes = ("teacher_logprobs",)
             catalogue += [
-                stages.FrozenLogprobs(name=TEACHER, writes=writes, **passes(TEACHER)),
+                stages.FrozenLogprobs(
+                    name=TEACHER, writes=writes, replays=self._kept, **passes(TEACHER)
+                ),
                 stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
         correcting = correction(algorithm, masks=self.masks)
@@ -181,6 +185,7 @@ class OnlineStages:
                 pad_id=self.pad_id,
                 quantization=config.rollout.quantization,
                 record_routes=replays_routes(config, self.roles["actor"]),
+                record_kept=bool(self._kept),
                 attention=sampler.forward.attention,
                 strict=sampler.forward.strict,
             ),
@@ -220,6 +225,18 @@ class OnlineStages:
         if not config.partial_rollouts:
             return None
         return ResponseParts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """The field of the tokens that filters keep, over which log-probs are taken."""
+        vocab_size = self.roles["actor"].spec.config.vocab_size
+        return (KEPT,) if self.sampling.num_kept(vocab_size) else ()
+
+    @property
+    def _replays(self) -> tuple[str, ...]:
+        """The fields of a rollout that the actor's passes repeat."""
+        routes = (ROUTES,) if replays_routes(self.config, self.roles["actor"]) else ()
+        return (*routes, *self._kept)
 
     def _extra_model(self, passes: dict[str, Any]) -> Stage:
         """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
@@ -279,7 +296,7 @@ class OnlineStages:
             own_logprobs=own_logprobs,
             with_log_ratios=with_ratios,
             router=router_loss(config, actor),
-            replays_routes=replays_routes(config, actor),
+            replays=self._replays,
             masks=self.masks,
         )
         update = stages.Update(

@@ -25,6 +25,7 @@ from jaxrl_llm.rewards.manager import unique_names
 
 STEP_REWARDS, LEFT_OUT = "step_rewards", "left_out"
 GREEDY_SCORE = "critic/greedy_score/mean"
+GREEDY_FIELD = "greedy_scores"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,9 @@ class ModelScoresOfGreedy(ModelStage):
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
         scores = scores[:: self.group]
         (field,) = self.writes
-        metrics = {GREEDY_SCORE: scores.mean()} | self.count(parts)
+        # Of several sources, their sum has the metric.
+        metrics = {GREEDY_SCORE: scores.mean()} if field == GREEDY_FIELD else {}
+        metrics |= self.count(parts)
         return StageOutput({field: jnp.repeat(scores, self.group)}, metrics)
 
 
@@ -342,8 +345,9 @@ class FunctionScoresOfGreedy(Stage):
         every = dict(sorted(pair for one in gather_objects(pairs, "greedy") for pair in one))
         row_scores = np.array([every[group] for group in group_ids.tolist()], np.float32)
         known = np.array([score for score in every.values() if score == score], np.float32)
-        metrics = {GREEDY_SCORE: float(known.mean()) if known.size else 0.0}
+        mean = float(known.mean()) if known.size else 0.0
         (field,) = self.writes
+        metrics = {GREEDY_SCORE: mean} if field == GREEDY_FIELD else {}
         return StageOutput({field: row_scores}, metrics)
 
 

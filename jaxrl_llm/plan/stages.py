@@ -30,7 +30,7 @@ from jaxrl_llm.learner.forward import (
 from jaxrl_llm.learner.losses import BUBBLE, NONFINITE, STEP_METRICS
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
-from jaxrl_llm.learner.rows import ROUTES, Fields, rows_of, sample_fields
+from jaxrl_llm.learner.rows import KEPT, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
     Adapted,
     Metrics,
@@ -96,14 +96,13 @@ class OldLogprobs(ModelStage):
     writes: tuple[str, ...] = ("old_logprobs",)
     micro_batches: MicroBatches
     temperature: float
-    replays_routes: bool = False  # tokens take the experts that they had in the rollout
+    replays: tuple[str, ...] = ()  # fields that say how the rollout computed: experts, kept tokens
 
     name = "old_log_prob"
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields of the samples, and their experts where these are replayed."""
-        return (*super().reads, ROUTES) if self.replays_routes else super().reads
+        return (*super().reads, *self.replays)
 
     def __call__(
         self,
@@ -116,7 +115,7 @@ class OldLogprobs(ModelStage):
         response_lengths: jax.Array,
         mask: jax.Array,
         rollout_logprobs: jax.Array,
-        **routes: jax.Array,
+        **replayed: jax.Array,
     ) -> StageOutput:
         with_squares = "sum_pi_squared" in self.writes
         spec, params = pass_model(self.model, state)
@@ -130,10 +129,11 @@ class OldLogprobs(ModelStage):
                 temperature=self.temperature,
                 with_entropy=True,
                 with_squares=with_squares,
+                kept=part.get(KEPT),
             )
             return statistics.logprobs, statistics.entropy, statistics.sum_squares
 
-        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | routes
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | replayed
         (old, entropy, squares), parts = self.micro_batches.join_counted(forward, samples)
         rollout = {"rollout_logprobs": rollout_logprobs, "mask": mask}
         metrics = policy_metrics((old, entropy), rollout) | self.count(parts)
@@ -158,6 +158,11 @@ class FrozenLogprobs(ModelStage):
     writes: tuple[str, ...]  # one field
     micro_batches: MicroBatches
     temperature: float
+    replays: tuple[str, ...] = ()  # the tokens that the sampler's filters kept
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, *self.replays)
 
     def __call__(
         self,
@@ -168,6 +173,7 @@ class FrozenLogprobs(ModelStage):
         prompt_lengths: jax.Array,
         responses: jax.Array,
         response_lengths: jax.Array,
+        **replayed: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_logprobs(
@@ -176,9 +182,10 @@ class FrozenLogprobs(ModelStage):
                 spec=self.model.spec,
                 settings=self.model.passes,
                 temperature=self.temperature,
+                kept=part.get(KEPT),
             )[0]
 
-        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | replayed
         (field,) = self.writes
         logprobs, parts = self.micro_batches.join_counted(forward, samples)
         return StageOutput({field: logprobs}, self.count(parts))

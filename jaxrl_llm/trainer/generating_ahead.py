@@ -35,8 +35,8 @@ from jaxrl_llm.distributed import transfer
 from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.partial_responses import NO_VERSION
-from jaxrl_llm.generation.slots import no_routes
-from jaxrl_llm.learner.rows import ROUTES
+from jaxrl_llm.generation.slots import no_kept, no_routes
+from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.generating import ASKED, CONTINUED, OLDER, UNFINISHED, older_fields
 from jaxrl_llm.plan.plan import AHEAD, Phase
@@ -121,13 +121,14 @@ def kept_sizes(loop_state: Mapping[str, Any], config: Config) -> list[tuple[int,
 
 def _settings(config: Config) -> dict[str, Any]:
     """The settings without which kept batches have no use, in JSON's types."""
-    groups = config.rollout.filter_groups
+    rollout, groups = config.rollout, config.rollout.filter_groups
     return {
         "max_staleness": config.max_staleness,
         "partial_rollouts": config.partial_rollouts,
         "filter_groups": asdict(groups) if groups.enable else None,
         "n": config.rollout.n,
         "routing_replay": config.rollout.routing_replay,
+        "filters": [rollout.top_k, rollout.top_p, rollout.min_p, rollout.temperature == 0],
         "max_response_length": config.data.max_response_length,
     }
 
@@ -484,9 +485,12 @@ class AheadBatches(PromptBatches):
         none = jnp.zeros_like(new.prompts, shape=(rows, response))
         blanks = (none, none[:, 0], none * 0.0, none * 0.0, none + NO_VERSION)
         empty = dict(zip(CONTINUED, blanks, strict=True))
+        actor = iteration.roles["actor"].spec.config
         if ROUTES in iteration.generated:
-            actor = iteration.roles["actor"].spec.config
             empty[ROUTES] = no_routes(actor, rows, prompt + response)
+        if KEPT in iteration.generated:
+            most = iteration.abstract_generated()[KEPT].shape[-1]
+            empty[KEPT] = no_kept(rows, response, most)
         return {name: new[name] for name in ASKED} | empty
 
     @cached_property

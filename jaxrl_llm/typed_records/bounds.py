@@ -50,6 +50,7 @@ def none_word(value: Any) -> Any:
 MOST = 2**31 - 1  # largest integer: arrays on the devices count in int32
 Count = Annotated[int, Ge(1), Le(MOST)]
 Whole = Annotated[int, Ge(0), Le(MOST)]
+TopK = Annotated[int, Ge(0), Le(512)]  # generation/filters.py keeps no more tokens
 NotNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]

@@ -232,6 +232,27 @@ def test_heads_that_do_not_divide_kept_whole():
     check({"tensor": 8}, SAMPLED, q_heads=None, kv_heads=None)
 
 
+def test_filters_on_a_split_vocabulary():
+    """The tokens that are kept are the same ones. Only maxima of blocks and candidates move."""
+    spec = model_spec(model_config(vocab_size=2048, num_layers=1))
+    sampling = SamplingParams(max_new_tokens=R, stop_token_ids=(1,), top_k=5, top_p=0.9)
+    settings = GenerationSettings(sampling=sampling, num_slots=3, record_kept=True)
+    one = jax.jit(functools.partial(generate, spec, settings=settings))(*inputs(spec))
+    mesh = make_mesh(fsdp=2, tensor=4, cuts=cuts_for({"fsdp": 2, "tensor": 4}, [], [KV_HEADS]))
+    layout, stored = layout_of(mesh), stored_in(mesh)
+    run = functools.partial(generate_on_mesh, spec, settings=settings)
+    arguments = place(stored, *inputs(spec), spec=spec)
+    compiled = jax.jit(functools.partial(run, layout=layout, stored=stored))
+    compiled = compiled.lower(*arguments).compile()
+    two = compiled(*arguments)
+    np.testing.assert_array_equal(two.tokens, one.tokens)
+    np.testing.assert_allclose(two.logprobs, one.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(np.sort(two.kept, axis=-1), np.sort(one.kept, axis=-1))
+    for line in compiled.as_text().splitlines():
+        if re.search(r" (all-\w+|collective-\w+|reduce-scatter)(-start)?\(", line):
+            assert not re.match(r"\s*\S+ = \(?f32\[\d+,(2048|16,128)\]", line), line
+
+
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="'q_heads' of 4 does not divide over tensor=8"):
         on_mesh(layout_of(make_mesh(tensor=8)), None, SAMPLED)(*inputs())

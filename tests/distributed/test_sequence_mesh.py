@@ -165,7 +165,13 @@ def passes(part, params, specs, settings):
         **common,
     )
     scalar = {"spec": specs[1], "settings": settings}
+    narrow = response_statistics(
+        params[0], rows, with_entropy=True, with_squares=True, kept=part["candidates"], **common
+    )
     return {
+        "logprobs over kept tokens": narrow.logprobs,
+        "their entropy": narrow.entropy,
+        "their squares": narrow.sum_squares,
         "logprobs": found.logprobs,
         "entropy": found.entropy,
         "squares": found.sum_squares,

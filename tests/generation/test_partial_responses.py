@@ -30,22 +30,33 @@ from jaxrl_llm.models.base import init_params, model_spec
 
 STRINGS = stop_strings(("aba", "bbb"), Pieces())
 SAMPLING = SamplingParams(max_new_tokens=R, stop_token_ids=(1, 2, 5), stop_strings=STRINGS)
+FILTERED = replace(SAMPLING, top_k=12, top_p=0.95, temperature=2.0)
 
 
 def under(version, out):
     """The responses that the policy of a version sampled."""
     versions = versions_of(out.mask, version)
-    return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions)
+    return Responses(out.tokens, out.lengths, out.mask, out.logprobs, versions, out.kept)
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_a_response_in_parts_has_the_tokens_of_one_go(family):
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [
+        ("qwen2", SAMPLING),
+        ("qwen2", FILTERED),
+        pytest.param("gpt_oss", SAMPLING, marks=pytest.mark.slow),
+    ],
+    ids=["qwen2", "filters", "gpt_oss"],
+)
+def test_a_response_in_parts_has_the_tokens_of_one_go(family, sampling):
     spec = model_spec(replace(model(family)[0].config, max_position_embeddings=P + 2 * R))
     params = init_params(spec, jax.random.key(3))
     params = jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params)
     tokens, lengths, ids = prompts(5)
     mixed = spec.config.mixture is not None
-    settings = GenerationSettings(sampling=SAMPLING, num_slots=3, record_routes=mixed)
+    settings = GenerationSettings(
+        sampling=sampling, num_slots=3, record_routes=mixed, record_kept=sampling is FILTERED
+    )
 
     @jax.jit
     def both(params):
@@ -54,7 +65,7 @@ def test_a_response_in_parts_has_the_tokens_of_one_go(family):
         limits = jnp.full(5, 4)
         first = generate(spec, params, tokens, lengths, ids, key, settings, limits_N=limits)
         parts = under(0, first)
-        go_on = are_unfinished(parts, lengths, SAMPLING)
+        go_on = are_unfinished(parts, lengths, sampling)
         rows, longer = join(tokens, lengths, parts)
         longer, begun = jnp.where(go_on, longer, 0), parts.lengths_N
         rest = generate(
@@ -74,6 +85,11 @@ def test_a_response_in_parts_has_the_tokens_of_one_go(family):
     np.testing.assert_allclose(joined.logprobs_NR, whole.logprobs, atol=1e-5)
     expected = np.where(whole.mask == 0, -1, np.where(first == 1, 0, 3))
     np.testing.assert_array_equal(joined.versions_NR, expected)
+    assert (joined.kept_NRK is not None) == (sampling is FILTERED)
+    if joined.kept_NRK is not None:
+        np.testing.assert_array_equal(joined.kept_NRK, whole.kept)
+        found = (whole.kept == whole.tokens[..., None]).any(axis=-1)
+        np.testing.assert_array_equal(found, whole.mask > 0)  # each token is one of those kept
     assert mixed == (routes is not None)
     if mixed:
         np.testing.assert_array_equal(routes, whole.routes)

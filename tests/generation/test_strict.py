@@ -57,10 +57,10 @@ def prompts():
     return tokens, np.array([21, 1, 8, 13]).repeat(GROUP)
 
 
-def generated(params, prompts, strict, chosen, spec=SPEC, **how):
+def generated(params, prompts, strict, chosen, spec=SPEC, top_p=1.0, **how):
     """What the engine gives for the chosen samples."""
     sampling = SamplingParams(
-        max_new_tokens=R, stop_token_ids=(1, 2, 3), temperature=TEMPERATURE, top_p=0.95
+        max_new_tokens=R, stop_token_ids=(1, 2, 3), temperature=TEMPERATURE, top_p=top_p
     )
     settings = GenerationSettings(sampling=sampling, strict=strict, **how)
     key = jax.random.key(3, impl="threefry2x32")
@@ -79,10 +79,15 @@ def samples(params, prompts):
     return sampled(params, prompts, STRICT, np.arange(N), group=GROUP)
 
 
-def scored(params, rows, strict: Strict | None, spec=SPEC):
-    settings = ForwardSettings(strict=strict)
+def scored(params, rows, strict: Strict | None, spec=SPEC, kept=None):
     found = response_statistics(
-        params, rows, spec=spec, settings=settings, temperature=TEMPERATURE, with_entropy=True
+        params,
+        rows,
+        spec=spec,
+        settings=ForwardSettings(strict=strict),
+        temperature=TEMPERATURE,
+        with_entropy=True,
+        kept=kept,
     )
     return found.logprobs
 
@@ -150,3 +155,32 @@ def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, sam
     equal_bits(sums[0][1], samples)
     close = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
     jax.tree.map(close, sums[0][0], sums[1][0])
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_log_probs_over_kept_tokens_have_the_samplers_bits(params, prompts, packed):
+    """And a part of the batch in fewer slots has the same tokens and bits."""
+    every = np.arange(N)
+    how = {"top_p": 0.95, "record_kept": True}
+    out = generated(params, prompts, STRICT, every, group=GROUP, **how)
+    samples = tuple(np.asarray(x) for x in (out.tokens, out.mask, out.logprobs))
+    few = generated(params, prompts, STRICT, every[4:9], num_slots=3, **how)
+    np.testing.assert_array_equal(few.tokens, samples[0][4:9])
+    equal_bits(few.logprobs, samples, slice(4, 9))
+    arrays = tuple(map(jnp.asarray, (*prompts, out.tokens, out.lengths)))
+    sizes = {"row_tokens": 70, "group": GROUP, "num_replicas": 1, "align": STRICT.align}
+    plan = plan_packing(arrays[1], arrays[3], **sizes)
+
+    def loss(params, row, plan, arrays, kept):
+        if packed:
+            rows = packed_rows(plan, row, *arrays)
+        else:
+            rows = padded_rows(*arrays[:3], STRICT.align, arrays[3])
+        logprobs = scored(params, rows, STRICT, kept=kept)
+        return logprobs.sum(), logprobs
+
+    run = compiled(jax.grad(loss, has_aux=True))
+    number = int(plan.num_rows) if packed else 1
+    found = [run(params, jnp.int32(row), plan, arrays, out.kept)[1] for row in range(number)]
+    equal_bits(sum(map(np.asarray, found)), samples)
+    assert not np.array_equal(scored(params, padded_rows(*arrays[:3]), None), out.logprobs)

@@ -1,7 +1,7 @@
 """Sample i answers prompt i // n in every field and stage: shuffled, refilled, packed."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -85,8 +85,15 @@ def everything() -> Algorithm:
 class OfSteps(ArrayReward):
     """Some of each score belongs to its tokens, the later ones more."""
 
+    lengths: ClassVar[list[np.ndarray]] = []
+
+    def score(self, context: Any, step: int, answers: Any) -> Any:
+        self.lengths[:] = [answers.lengths]
+        return super().score(context, step, answers)
+
     def step_rewards(self, context: Any, shape: tuple[int, int]) -> np.ndarray:
-        return np.broadcast_to(np.arange(1, shape[1] + 1, dtype=np.float32) / 10, shape)
+        place = np.arange(shape[1])
+        return np.where(place < self.lengths[0][:, None], (place + 1) / 10, 0).astype(np.float32)
 
 
 @pytest.mark.slow
@@ -115,6 +122,7 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
         teacher=TeacherConfig(training=SupervisedConfig(), top_k=3),
         algorithm=Custom(path=f"{file}:everything"),
     )
+    config = replace(config, rollout=replace(config.rollout, top_k=20))  # for rollout_kept
     config = packed(config, row_tokens) if row_tokens else config
     mesh = make_mesh(devices=jax.devices()[:1])
     reward = OfSteps(even_tokens)

@@ -266,7 +266,9 @@ def test_parts_begin_again_after_a_resume_with_other_settings(tmp_path, in_parts
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"max_staleness": "2"}, {"rollout.n": "4"}, FILTER], ids=str
+    "changes",
+    [{}, {"max_staleness": "2"}, {"rollout.n": "4"}, {"rollout.top_k": "3"}, FILTER],
+    ids=str,
 )
 def test_batches_of_other_settings_are_not_taken_over(tmp_path, apart, changes):
     TinyRun(tmp_path)
@@ -281,18 +283,22 @@ def test_batches_of_other_settings_are_not_taken_over(tmp_path, apart, changes):
     assert bool(kept_sizes(state, off)) == (not changes)
 
 
-@pytest.mark.slow
-def test_experts_of_responses_in_parts_are_replayed(tmp_path):
-    """A policy that never changes chooses the same experts, so that the ratio is 1."""
-    experts = {
-        "model_type": "qwen3_moe",
-        "head_dim": "8",
-        "num_experts": "5",
-        "num_experts_per_tok": "2",
-        "moe_intermediate_size": "16",
-    }
-    changes = {f"actor.hf_config.{name}": value for name, value in experts.items()} | PARTS
-    tiny = begin(tmp_path, **changes, **{"actor.optimizer.learning_rate": "0"})
+EXPERTS = {
+    "actor.hf_config.model_type": "qwen3_moe",
+    "actor.hf_config.head_dim": "8",
+    "actor.hf_config.num_experts": "5",
+    "actor.hf_config.num_experts_per_tok": "2",
+    "actor.hf_config.moe_intermediate_size": "16",
+}
+FILTERS = {"rollout.top_k": "4", "rollout.top_p": "0.9"}
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(EXPERTS, marks=pytest.mark.slow), FILTERS], ids=["experts", "filters"]
+)
+def test_what_the_rollout_chose_is_replayed_for_responses_in_parts(tmp_path, changes):
+    """A policy that never changes has the same experts and kept tokens, so the ratio is 1."""
+    tiny = begin(tmp_path, **changes, **PARTS, **{"actor.optimizer.learning_rate": "0"})
     metrics = tiny.metrics()
     assert any(
         row["rollout/continued"] > 0 for row in metrics.values() if "rollout/continued" in row

@@ -36,6 +36,7 @@ __all__ = [
     "WEIGHTS",
     "adapter_tensors",
     "base_of_adapter",
+    "base_embeddings",
     "export_adapter",
     "import_adapter",
     "is_ours",
@@ -45,6 +46,7 @@ __all__ = [
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE_WEIGHT = ".base_layer.weight"  # PEFT writes it for adapted embeddings and heads
 BASE_FORM, BASE_BITS = "base_form", "base_bits"  # digests in the header of WEIGHTS
 TASKS: dict[Kind, str] = {"causal_lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 _LINEAR = {"a": ".lora_A.weight", "b": ".lora_B.weight", MAGNITUDE: ".lora_magnitude_vector"}
@@ -452,7 +454,25 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _stored(directory: Path) -> Mapping[str, StoredTensor]:
-    return stored_in([directory / WEIGHTS])
+    """The tensors of adapters, without the weights of embeddings that PEFT adds."""
+    tensors = stored_in([directory / WEIGHTS])
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(BASE_WEIGHT)}
+
+
+def base_embeddings(directory: str | Path, spec: ModelSpec) -> dict[Leaf, np.ndarray]:
+    """The weights of adapted embeddings that PEFT wrote with the adapter, by our paths.
+
+    They are the base's, unless the vocabulary was changed.
+    """
+    stored = stored_in([Path(directory) / WEIGHTS])
+    paths = {
+        f"{PREFIX}{_module(ours.name)}{BASE_WEIGHT}": (path, ours.parts[0])
+        for path, ours in hf_names(spec.config, spec.kind).items()
+    }
+    stored_bases = [tensor for name, tensor in stored.items() if name in paths]
+    return {
+        paths[name][0]: paths[name][1].to_ours(value) for name, value in read_tensors(stored_bases)
+    }
 
 
 def _is_head(name: str) -> bool:

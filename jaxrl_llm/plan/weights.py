@@ -17,6 +17,7 @@ from jaxrl_llm.checkpoint.huggingface import check_weights, import_params
 from jaxrl_llm.checkpoint.peft import (
     BASE_BITS,
     BASE_FORM,
+    base_embeddings,
     base_of_adapter,
     check_adapter,
     import_adapter,
@@ -25,7 +26,7 @@ from jaxrl_llm.checkpoint.peft import (
 from jaxrl_llm.checkpoint.soundness import check_loaded
 from jaxrl_llm.checkpoint.stored_models import Record, StoredModel, model_to_begin_from
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError
-from jaxrl_llm.distributed.multihost import is_main
+from jaxrl_llm.distributed.multihost import fetch, is_main
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.learner.train_state import Params, cast
@@ -85,6 +86,7 @@ def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: in
     if not settings.lora.path:
         return role.first_adapters(base, seed)
     _check_adapted_base(role, base, settings)
+    _check_embeddings(role, base, settings)
     adapters = import_adapter(settings.lora.path, role.spec, role.kept_shardings)
     check_loaded(adapters, settings.lora.path)
     return adapters
@@ -116,6 +118,25 @@ def _check_adapted_base(role: Role, base: Params, settings: AdaptedSettings) -> 
             role.name,
             settings.path or "empty",
         )
+
+
+def _check_embeddings(role: Role, base: Params, settings: AdaptedSettings) -> None:
+    """ConfigError where the adapter brings other embeddings than the base has."""
+    for path, theirs in base_embeddings(settings.lora.path, role.spec).items():
+        ours = base
+        for part in path:
+            ours = ours[part]
+        placed = jax.device_put(theirs, ours.sharding) if theirs.shape == ours.shape else None
+        # Either may have been cast from the other.
+        if placed is None or not fetch(
+            jnp.array_equal(placed.astype(ours.dtype), ours)
+            | jnp.array_equal(ours.astype(placed.dtype), placed)
+        ):
+            raise ConfigError(
+                f"the adapter in {settings.lora.path} has other weights of {'.'.join(path)} than "
+                f"config.{role.name}.path={settings.path}: its vocabulary was changed, or its base "
+                "is another. Give that base, or merge the adapter with PEFT first"
+            )
 
 
 def _begun_from(stored: StoredModel, role: Role) -> Params:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm, groups_of
-from jaxrl_llm.config import Config, SupervisedConfig
+from jaxrl_llm.config import Config, ConfigError, SupervisedConfig
 from jaxrl_llm.distributed.layout import shard_rows, shard_stacked
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
@@ -219,34 +219,26 @@ def _abstract_batch(
 
 
 def _check(config: Config, algorithm: OfflineAlgorithm) -> None:
-    kind = algorithm.records
-    if config.actor.micro_batch_tokens and len(groups_of(algorithm.update_reads, kind)) > 1:
-        raise ValueError(
-            f"config.actor.micro_batch_tokens={config.actor.micro_batch_tokens}: packing could "
-            f"part the rows of a record ({', '.join(kind.groups)}), which the loss compares; set "
-            "it to 0 and give config.actor.micro_batch_size"
-        )
-    if algorithm.model_kind == "scalar" and config.warmup is not None:
-        raise ValueError(
-            "config.warmup trains a language model, and this run a scalar one: leave the warm-up "
-            "out, and name a warmed-up model by config.actor.path"
-        )
+    """ConfigError for settings under which the loss would not be the algorithm's."""
+    kind, actor = algorithm.records, config.actor
+    groups = groups_of(algorithm.update_reads, kind)
     mismatched = "mismatched" in groups_of(algorithm.reads, kind)
-    if mismatched and config.data.train_batch_size < 2:
-        raise ValueError(
-            "config.data.train_batch_size=1: a completion is also given to the prompt of another "
-            "record of its batch; 64 works"
-        )
-    if mismatched and config.precompute_reference:
-        raise ValueError(
-            "config.precompute_reference=True: which completion a prompt is mismatched with "
-            "changes with every batch, so its log-prob cannot be computed before; set it to False"
-        )
-    if algorithm.judge_pairs is not None and config.precompute_reference:
-        raise ValueError(
-            "config.precompute_reference=True: held-out pairs are judged by the reference model, "
-            "of which only the log-probs of single completions would be kept; set it to False"
-        )
+    precomputes = "config.precompute_reference=True"
+    refused = {
+        f"config.actor.micro_batch_tokens={actor.micro_batch_tokens}: packing could part the rows "
+        f"of a record ({', '.join(kind.groups)}), which the loss compares; set it to 0 and give "
+        "config.actor.micro_batch_size": actor.micro_batch_tokens and len(groups) > 1,
+        "config.warmup trains a language model, and this run a scalar one: name a warmed-up model "
+        "by config.actor.path": algorithm.model_kind == "scalar" and config.warmup is not None,
+        "config.data.train_batch_size=1: a completion is also given to the prompt of another "
+        "record of its batch; 64 works": mismatched and config.data.train_batch_size < 2,
+        f"{precomputes}: every batch gives a prompt another mismatched completion, so its log-prob "
+        "cannot be computed before": mismatched and config.precompute_reference,
+        f"{precomputes}: the reference model judges held-out pairs, and only log-probs of single "
+        "completions would be kept": algorithm.judge_pairs and config.precompute_reference,
+    }
+    for why in (why for why, holds in refused.items() if holds):
+        raise ConfigError(why)
 
 
 def _micro_batches(config: Config, role: Role) -> MicroBatches:

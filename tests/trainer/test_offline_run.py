@@ -385,6 +385,6 @@ def labelled() -> OfflineAlgorithm:
 def test_pairs_cannot_be_judged_by_a_reference_that_was_dropped(tmp_path):
     (tmp_path / "judged.py").write_text(JUDGED)
     judged = f"{{kind: custom, path: {tmp_path}/judged.py:labelled, offline: true}}"
-    with pytest.raises(ValueError, match="held-out pairs are judged by the reference model"):
+    with pytest.raises(ValueError, match="the reference model judges held-out pairs"):
         refused(tmp_path, judged, precompute_reference="true")
     refused(tmp_path, judged)  # with its reference it is planned

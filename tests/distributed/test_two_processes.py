@@ -89,11 +89,10 @@ def test_each_process_traces_the_held_out_answers_that_it_graded(
 
 def test_a_process_takes_its_share_of_samples_and_data(two: TinyRun) -> None:
     # Responses and log-probs of 4 tokens each and their number for the reward, both lengths for the
-    # counts of tokens; responses, log-probs and number of tokens of held-out answers.
+    # counts of tokens. The same without counts of held-out answers, before and after the warm-up,
+    # and after steps 3, 6, 9, 12.
     of_samples = STEPS * SAMPLES * (2 * 4 * 4 + 4 + 2 * 4)
-    of_answers = (
-        6 * 16 * (2 * 4 * 4 + 4)
-    )  # before and after the warm-up, and after steps 3, 6, 9, 12
+    of_answers = 6 * 16 * (2 * 4 * 4 + 4)
     # Process 0 owns the samples whose tokens are traced with more numbers: four fields of its rows.
     of_details = STEPS * SAMPLES // 2 * (4 * 4 * 4)
     for process in range(2):

@@ -375,11 +375,11 @@ def test_an_algorithm_of_ones_own_is_weighted(tmp_path):
     ("changes", "message"),
     [
         (FILTER | ALWAYS, "nothing would overlap.*--config.placement.rollout=4-7"),
-        ({"partial_rollouts": "2"}, "--config.max_staleness=1 works"),
-        (ALWAYS | {"partial_rollouts": "4"}, "max_response_length=4, so none would be cut; 2"),
+        ({"partial_rollouts": "2"}, "does not work with config.max_staleness=0"),
+        (ALWAYS | {"partial_rollouts": "4"}, "max_response_length=4, so none would be cut"),
         (
             APART | ALWAYS | FILTER | {"partial_rollouts": "2"},
-            "config.partial_rollouts=0 or .* works",
+            "does not work with config.rollout.filter_groups.enable=true",
         ),
         (ALWAYS | {"algorithm": "sft"}, "offline training generates nothing ahead"),
     ],

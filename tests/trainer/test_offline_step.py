@@ -167,15 +167,6 @@ def test_records_of_weight_zero_and_padding_change_nothing(name):
     assert_same(gradients(algorithm, filled.replace(**same), Padded()), whole)
 
 
-def test_a_metric_without_a_name_is_refused():
-    def loss(chosen_logprobs, rejected_logprobs):
-        return rejected_logprobs - chosen_logprobs, {" ": chosen_logprobs}
-
-    algorithm = OfflineAlgorithm(loss=loss)
-    with pytest.raises(ValueError, match="the loss returned a metric with the name ' '; give it a"):
-        gradients(algorithm, make_batch(algorithm), Padded())
-
-
 @pytest.mark.parametrize("name", ["loss", "record_loss", "nll_loss", "grad_norm", "learning_rate"])
 def test_a_metric_does_not_replace_the_loss(name):
     """A metric record_loss was learned in place of the loss."""

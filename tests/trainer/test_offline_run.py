@@ -270,8 +270,8 @@ def refused(folder: Path, algorithm: str, **changes: str) -> None:
     [
         ("dp", {}, "did you mean 'dpo'"),
         ("dpo", {"algorithm__betta": "0.1"}, "beta"),
-        ("dpo", {"mesh__data": "3"}, "18 works"),
-        ("dpo", {"actor__micro_batch_size": "5"}, "4 works"),
+        ("dpo", {"mesh__data": "3"}, "multiples of 3 work"),
+        ("dpo", {"actor__micro_batch_size": "5"}, "must divide the 16 samples"),
         ("dpo", {"warmup": '{"stop_at": 0.5}'}, "validation.generate=true"),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_bad_config_is_refused_before_jax(algorithm, changes, message, tmp_pat
     [
         ("dpo", {"actor__micro_batch_tokens": "64"}, "packing could part the rows"),
         ("kto", {"data__train_batch_size": "1"}, "64 works"),
-        ("kto", {"precompute_reference": "true"}, "set it to False"),
+        ("kto", {"precompute_reference": "true"}, "cannot be computed before"),
         ("reward_model", {"warmup": "{}"}, "config.actor.path"),
     ],
 )

@@ -42,6 +42,7 @@ SPLIT_SAMPLES = 1024  # tokens whose texts are split to compare two tokenizers
 # Further texts by which tokenizers differ.
 SPLIT = ("a", " 12345 it's\t12.5", "\n\n  A x_y <a>", "\u00e9\u6f22 \u5b57")
 DIGEST_SAMPLES = 4096  # tokens whose texts a digest splits again
+PANIC = "PanicException"  # a fault in the Rust code of tokenizers; it is not an Exception
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
 
 
@@ -255,7 +256,10 @@ class HFTokenizer:
             self._tokenizer: Any = auto_tokenizer.from_pretrained(
                 self.path, trust_remote_code=False
             )
-        except Exception as error:  # tokenizers raises plain Exception, transformers anything
+            self._take_file()
+        except BaseException as error:  # transformers raises anything, and Rust panics
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
             raise ValueError(
                 f"no tokenizer could be opened from {self.path!r}: {_first_line(error)}. Give a "
                 "directory with tokenizer.json and tokenizer_config.json, the name of a model on a "
@@ -266,7 +270,6 @@ class HFTokenizer:
                 f"the tokenizer of {self.path!r} names no eos_token, so no response could end: "
                 "set eos_token in its tokenizer_config.json"
             )
-        self._take_file()
         self.bos_id = self._find_bos()
         self.model_stop_ids = _stop_ids(self.path, self.eos_id)
         # Id of each added token, and whether it is a special one.

@@ -106,7 +106,7 @@ class _Cursor:
         return struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt)))[0]
 
     def string(self) -> str:
-        return bytes(self.take(self.number("Q"))).decode("utf-8")
+        return bytes(self.take(self.number("Q"))).decode("utf-8", "backslashreplace")
 
     def value(self, type_id: int) -> Any:
         if type_id == _STRING:
@@ -147,6 +147,8 @@ class GgufFile:
             name: GgufTensor(shape, _BLOCK_TYPES[kind], data_start + offset)
             for name, shape, kind, offset in entries
         }
+        if len(self.tensors) < num_tensors:
+            raise ValueError(f"{path} has two tensors of one name")
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, row-major."""

@@ -37,7 +37,9 @@ def run(
                 sys.exit(0)
             code = function(arguments) or 0
             sys.stdout.flush()
-        except (Exception, KeyboardInterrupt) as error:
+        except SystemExit:
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
             exit_with(error, arguments)
     end_in_time(code)
 

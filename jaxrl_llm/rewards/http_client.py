@@ -103,7 +103,7 @@ class Server:
         opener = urllib.request.build_opener(_NoRedirect)
         limit = max(min(self.request_s, until - time.monotonic()), LEAST_S)
         with opener.open(request, timeout=limit) as answer:
-            return json.loads(answer.read(MOST_BYTES))
+            return json.loads(answer.read(MOST_BYTES), object_pairs_hook=_each_once)
 
     def _wait_for_turn(self, until: float, what: str) -> None:
         with self._lock:
@@ -116,6 +116,14 @@ class Server:
         if code not in (401, 403):
             return what
         return f"{what}; the key is read from the variable {self.key_variable}"
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of a key that stands twice Python takes the last value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a key of the answer's JSON stands twice: {[key for key, _ in pairs]}")
+    return found
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:

@@ -80,6 +80,8 @@ def _remedy(error: Any, context: Mapping[str, Any], works: Any) -> str:
         return f"must be a finite number{end}"
     if "min_length" in context or "max_length" in context:
         return error["msg"].replace("String should", "must").replace("Tuple should", "must")
+    if kind == "string_unicode":
+        return "expected text in UTF-8; set LC_ALL=C.UTF-8, or PYTHONUTF8=1, for other letters"
     if expected := EXPECTED.get(kind.partition("_")[0]):
         return f"expected {expected}{end}"
     return error["msg"].removeprefix("Value error, ")

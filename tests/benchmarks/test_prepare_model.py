@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+ONE = np.zeros((1, 32), "<f4")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_model.py"
 
 
@@ -204,6 +205,17 @@ def test_a_file_that_would_become_a_wrong_model_is_refused(tmp_path, change, mes
     extra = _as_f32(values | {"rope_freqs.weight": np.zeros(2, "<f4")})
     with pytest.raises(ValueError, match="'rope_freqs.weight' has no place"):
         convert(write_gguf(tmp_path / "m.gguf", metadata, extra), tmp_path / "hf")
+
+
+def test_a_damaged_header_is_named_or_read(tmp_path):
+    """The last of two tensors of one name won; a key that is not UTF-8 was a traceback."""
+    path = write_gguf(tmp_path / "m.gguf", {"a\u00e9": 1}, _as_f32({"t": ONE, "s": ONE}))
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(_string("s"), _string("t")))
+    with pytest.raises(ValueError, match="two tensors of one name"):
+        GgufFile(path)
+    path.write_bytes(whole.replace("a\u00e9".encode(), b"a\xff\xfe"))
+    assert GgufFile(path).metadata == {"a\\xff\\xfe": 1}
 
 
 def test_script_reads_a_wheel_and_never_imports_it(tmp_path):

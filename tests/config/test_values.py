@@ -107,6 +107,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
         "config.algorithm=gdpo: it standardises the reward functions one by one, and there is none",
     ),
     "empty": ({"resume": ""}, "expected auto, never, or the folder of a checkpoint"),
+    "latin-1": ({"run_dir": "/tmp/\udcfc"}, "expected text in UTF-8; set LC_ALL=C.UTF-8"),
     "columns": ({"data.columns": {"prompt": 3}}, "config.data.columns.prompt=3: expected text"),
     "rows": ({"data.train_rows": 3}, "expected a list of dicts, one a row"),
     "table": ({"data.train_rows": {1: 2}.keys() | {3}}, "the first row is of type int"),

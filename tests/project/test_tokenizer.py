@@ -4,11 +4,13 @@ import json
 import string
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from chat_tokenizer import TEMPLATE, write_chat_tokenizer
 from turn_tokenizers import write_tokenizer
 
+from jaxrl_llm import tokenizer as tokenizers_file
 from jaxrl_llm.tokenizer import (
     ALPHABET,
     CharTokenizer,
@@ -143,6 +145,19 @@ def test_stop_ids_come_from_the_config_where_there_is_no_generation_config(tmp_p
     assert load_tokenizer(folder).stop_ids == (3,)
     (folder / "generation_config.json").write_text('{"max_length": 9}')
     assert load_tokenizer(folder).stop_ids == (3, 2)
+
+
+def test_a_panic_of_tokenizers_is_a_message(tmp_path, monkeypatch):
+    """It is no Exception, so it passed every reader."""
+    panic = type("PanicException", (BaseException,), {})
+
+    def panics(*_, **__):
+        raise panic("called `Option::unwrap()` on a `None` value")
+
+    broken = SimpleNamespace(from_pretrained=panics)
+    monkeypatch.setattr(tokenizers_file, "_auto_tokenizer", lambda: broken)
+    with pytest.raises(ValueError, match="no tokenizer could be opened from .*unwrap"):
+        HFTokenizer(tmp_path)
 
 
 def test_text_is_split_as_tokenizer_json_says(tmp_path, caplog):

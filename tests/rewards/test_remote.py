@@ -1,5 +1,6 @@
 """The remote reward function against a real server process on this machine."""
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -70,6 +71,12 @@ def test_grades_may_be_numbers_null_or_maps(server):
     scores, logged = ask(server, "none", "map", "bare")
     assert scores == [None, 0.5, 4]
     assert logged == {"remote/why": [None, "so", None]}
+
+
+def test_a_key_that_stands_twice_is_no_answer():
+    """The last of two `scores` counted."""
+    with pytest.raises(ValueError, match="stands twice"):
+        json.loads('{"scores": [1], "scores": [0]}', object_pairs_hook=http_client._each_once)
 
 
 def test_a_busy_server_is_asked_again(server):

@@ -137,6 +137,7 @@ def test_two_processes_stop_at_an_alarm_of_one(tmp_path: Path, two: TinyRun) -> 
     assert_same_bits(run.weights(STEPS), two.weights(STEPS))
 
 
+@pytest.mark.slow  # trainer/test_damaged_run.py has one process, and test_multihost.py gathering
 def test_two_processes_set_a_damaged_checkpoint_aside_and_resume(
     tmp_path: Path, two: TinyRun
 ) -> None:

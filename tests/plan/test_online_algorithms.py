@@ -172,7 +172,7 @@ def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
     ("quantization", "model", "rank", "least", "most"),
     [
         ("float8", {}, 0, 1e-3, 0.3),
-        ("float8", GPT_OSS, 0, 1e-3, 0.3),
+        pytest.param("float8", GPT_OSS, 0, 1e-3, 0.3, marks=pytest.mark.slow),
         pytest.param("float8", EXPERTS, 2, 1e-3, 0.3, marks=pytest.mark.slow),
         pytest.param("none", {}, 0, 0, 1e-4, marks=pytest.mark.slow),
     ],

@@ -11,16 +11,16 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-SECONDS = 5  # of computing
-PATIENCE = 60  # seconds by the clock: a busy machine may let the process wait
-MEMORY = 2**30  # bytes of the process, its imports included
-OUT_OF_MEMORY = 3  # its exit code
+SECONDS = 5  # limit of computing
+PATIENCE = 60  # limit by the clock: a busy machine may let the process wait
+MEMORY = 2**30  # bytes that the process may take, its imports included
+OUT_OF_MEMORY = 3  # exit code
 
 _TRIAL = """
 import json, resource, sys
-given = json.load(sys.stdin)
-for kind, most in ((resource.RLIMIT_AS, given["memory"]), (resource.RLIMIT_CPU, given["seconds"])):
-    resource.setrlimit(kind, (most, most))
+request = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_AS, (request["memory"],) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"],) * 2)
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -38,9 +38,9 @@ environment = ImmutableSandboxedEnvironment(
 )
 environment.globals.update(raise_exception=refuse, strftime_now=lambda form: form)
 try:
-    environment.from_string(given["template"]).render(**given["variables"])
+    environment.from_string(request["template"]).render(**request["variables"])
 except MemoryError:
-    sys.exit(given["out_of_memory"])
+    sys.exit(request["out_of_memory"])
 except Exception:
     pass  # the process that uses the template says what is wrong with it
 """
@@ -73,7 +73,7 @@ def try_template(template: str | Mapping[str, str], variables: Mapping[str, Any]
         raise ValueError(f"it did not end within {PATIENCE} s") from None
     if trial.returncode == OUT_OF_MEMORY:
         raise ValueError(f"it takes more than {MEMORY / 2**30:g} GiB of memory")
-    if -trial.returncode in (signal.SIGKILL, signal.SIGXCPU):  # of the limit
+    if -trial.returncode in (signal.SIGKILL, signal.SIGXCPU):
         raise ValueError(f"it takes more than {SECONDS} s of computing")
     if trial.returncode:
         raise ValueError(f"the process that tried it ended with code {trial.returncode}")

@@ -32,13 +32,13 @@ def bytes_of_tokens(tokenizer: Any) -> list[bytes]:
     added = tokenizer.added_tokens_decoder
     special = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
     texts = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    found = [b"" if text is None or i in special else convert(text) for i, text in enumerate(texts)]
-    _check(tokenizer, found)
-    return found
+    pieces = [b"" if x is None or i in special else convert(x) for i, x in enumerate(texts)]
+    _check(tokenizer, pieces)
+    return pieces
 
 
 def _conversion(decoder: Any) -> Callable[[str], bytes]:
-    """How the text of a token in the vocabulary becomes bytes."""
+    """A function from the text of a token in the vocabulary to its bytes."""
     steps = decoder.get("decoders", [decoder]) if decoder else []
     kinds = {step["type"] for step in steps}
     if not kinds <= {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
@@ -66,8 +66,8 @@ def _conversion(decoder: Any) -> Callable[[str], bytes]:
 
 def _byte_level(text: str) -> bytes:
     """Each character stands for a byte, unless one of them stands for none."""
-    found = [BYTE_OF.get(character) for character in text]
-    return text.encode() if None in found else bytes(x for x in found if x is not None)
+    values = [BYTE_OF.get(character) for character in text]
+    return text.encode() if None in values else bytes(x for x in values if x is not None)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -82,13 +82,13 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-def _check(tokenizer: Any, found: Sequence[bytes]) -> None:
+def _check(tokenizer: Any, pieces: Sequence[bytes]) -> None:
     """UnknownBytes where the bytes of some pair of tokens are not its decoded text."""
-    draw, ids = random.Random(0), range(len(found))
+    draw, ids = random.Random(0), range(len(pieces))
     for _ in range(CHECKED):
         pair = [draw.choice(ids), draw.choice(ids)]
         try:
-            expected = b"".join(found[i] for i in pair).decode()
+            expected = b"".join(pieces[i] for i in pair).decode()
         except UnicodeDecodeError:
             continue  # a part of a character
         text = tokenizer.decode(pair, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -48,7 +48,7 @@ CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a s
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data, rewards and export code need of a tokenizer."""
+    """The part of a tokenizer that data, rewards and export use."""
 
     @property
     def vocab_size(self) -> int:
@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: `eos_id`, those of the model's files and of its template."""
+        """Ids that end generation: `eos_id`, the ends in the model's files and in its template."""
         ...
 
     @property
@@ -154,7 +154,7 @@ class CharTokenizer:
     stop_ids = (1,)
     stop_origins: Mapping[int, str] = {1: "character tokenizer"}
     has_chat_template = False
-    limit: int | None = None  # the size of the model's vocabulary, where that is smaller
+    limit: int | None = None  # size of the model's vocabulary, where it is smaller
 
     def __init__(self) -> None:
         self._texts = (PAD_TOKEN, EOS_TOKEN, *ALPHABET)
@@ -247,7 +247,7 @@ class CharTokenizer:
 class HFTokenizer:
     """transformers' AutoTokenizer for a local directory or a hub name. Never runs remote code."""
 
-    limit: int | None = None  # the size of the model's vocabulary, where that is smaller
+    limit: int | None = None  # size of the model's vocabulary, where it is smaller
 
     def __init__(self, path: str | Path) -> None:
         auto_tokenizer = _auto_tokenizer()
@@ -375,10 +375,10 @@ class HFTokenizer:
         return self.encode_parts(text, places)
 
     def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._tokenizer(
+        encoding = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        return _within(self, list(found["input_ids"])), found["offset_mapping"]
+        return _within(self, list(encoding["input_ids"])), encoding["offset_mapping"]
 
     def _cut(
         self,
@@ -417,7 +417,7 @@ class HFTokenizer:
                 f"the tokenizer of {self.path!r} has no chat template: give prompts as plain "
                 "strings, or add chat_template.jinja to its directory"
             )
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "date_string": TEMPLATE_DATE,
             **self._chat_variables,
             **(variables or {}),
@@ -429,7 +429,7 @@ class HFTokenizer:
         conversation = [dict(message) for message in messages]
         try:
             if self._trial is None:
-                self._trial = self._try_template(given | {"messages": conversation})
+                self._trial = self._try_template(arguments | {"messages": conversation})
             if self._trial:
                 raise ValueError(self._trial)
             return self._tokenizer.apply_chat_template(
@@ -437,7 +437,7 @@ class HFTokenizer:
                 continue_final_message=continue_final_message,
                 tokenize=False,
                 chat_template=self._dated_template,
-                **given,
+                **arguments,
             )
         except Exception as error:  # a template is a program of the model's folder
             what = str(error) or type(error).__name__
@@ -501,11 +501,11 @@ class HFTokenizer:
         self._tokenizer.save_pretrained(str(directory))
 
     def token_bytes(self) -> list[bytes]:
-        """What joined gives the decoded text. ValueError where that is not known."""
+        """The bytes of each id; joined, they are the decoded text. ValueError where unknown."""
         try:
             return bytes_of_tokens(self._tokenizer)
         except UnknownBytes as error:
-            raise ValueError(f"that of {self.path!r} is not: {error}") from None
+            raise ValueError(f"the bytes of {self.path!r}'s tokens are unknown: {error}") from None
 
     def digest(self) -> str:
         """Of the vocabulary, the special ids, the chat template, and how samples of it are split.
@@ -543,10 +543,10 @@ class HFTokenizer:
 def _ids(tokenizer: Any, text: str) -> list[int] | None:
     """Ids of a text; None where a vocabulary lacks a part of it."""
     try:
-        found = tokenizer.encode(text, add_special_tokens=False)
+        encoding = tokenizer.encode(text, add_special_tokens=False)
     except Exception:  # tokenizers raises plain Exception
         return None
-    return list(getattr(found, "ids", found))
+    return list(getattr(encoding, "ids", encoding))
 
 
 def _digest(tokenizer: Tokenizer, *parts: Any) -> str:
@@ -624,7 +624,7 @@ def _keep_import_quiet(record: logging.LogRecord) -> bool:
 def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
     """The tokenizer's end id, then the other end ids of the model's files, in order.
 
-    They are those of generation_config.json, and without that file those of config.json.
+    generation_config.json names them, or config.json where that file names none.
     """
     from transformers.utils.hub import cached_file
 

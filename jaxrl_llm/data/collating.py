@@ -101,8 +101,8 @@ def collate_records(
 
     `mismatched` adds rows with the prompt of record i and the completion of record i - 1, truncated
     to `length`. The first record gets the completion of `before`, or of the last record if `before`
-    is None. `size` pads the batch with copies of weight 0. `rows` are those of the batch to make,
-    by default all; no other record is read.
+    is None. `size` pads the batch with copies of weight 0. `rows` are the rows of the
+    batch to make, by default all; no other record is read.
 
     Raises:
         ValueError: a record would get its own completion.
@@ -147,10 +147,10 @@ def collate_records(
 
 def mismatch(prompt: TokenExample, answer: TokenExample, length: int) -> TokenExample:
     """The prompt of one example (up to its first token in the loss) and another's completion."""
-    given = prompt.token_ids[: prompt.loss_mask.index(1)]
+    asked = prompt.token_ids[: prompt.loss_mask.index(1)]
     start = answer.loss_mask.index(1)
-    ids = (*given, *answer.token_ids[start:])[:length]
-    mask = (*[0] * len(given), *answer.loss_mask[start:])[:length]
+    ids = (*asked, *answer.token_ids[start:])[:length]
+    mask = (*[0] * len(asked), *answer.loss_mask[start:])[:length]
     return TokenExample(token_ids=ids, loss_mask=mask)
 
 
@@ -165,8 +165,8 @@ def prompt_batch(
 ) -> RolloutBatch:
     """numpy batch of these rows of n samples a prompt, group after group.
 
-    `prompts` has those of the rows, by group. A group without one gets rows of length 0, which
-    generate nothing. `first_sample` is the number of samples that the step has had before.
+    `prompts` has the prompts by group. A group without one gets rows of length 0, which generate
+    nothing. `first_sample` is the number of samples that the step has had before.
     """
     groups, group_of = np.unique(rows // n, return_inverse=True)
     none = Prompt(token_ids=(), text="")

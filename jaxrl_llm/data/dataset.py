@@ -64,7 +64,7 @@ from jaxrl_llm.types import Prompt
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-DETECTION_ROWS = 100  # the format of a source is that of most of its first rows
+DETECTION_ROWS = 100  # first rows of a source that vote for its format
 SHOWN_REASONS = 5
 NAMES = "{ours: THEIRS}"
 # data.columns for rows of other forms, by the columns that they have: ShareGPT, Alpaca.
@@ -90,7 +90,7 @@ class Sources:
     prompt_style: str = "plain"  # style of the tasks: plain | chat
     dataset_class: str = ""
     shape: Shape = Shape()  # shape of the rows that files and dataset_class give
-    key: str = ""  # the config key of the files and tasks, for messages; "" follows `split`
+    key: str = ""  # config key of the files and tasks, for messages; "" follows `split`
 
     def are_empty(self) -> bool:
         """Whether nothing gives rows. Loads `dataset_class` where the answer depends on it."""
@@ -116,13 +116,13 @@ class Loaded(Generic[T]):
     items: Sequence[T]  # a list; a Share of them with several processes
     num_rows: int  # all rows, bad and overlong ones included
     bad_rows: list[BadRow]
-    num_overlong: int  # left out by filter_overlong
+    num_overlong: int  # rows that filter_overlong left out
     formats: dict[str, str]  # source -> detected format
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRules:
-    """How rows are handled that are too long or bad."""
+    """Handling of rows that are too long or bad."""
 
     max_length: int  # tokens of a prompt, or of prompt and completion together
     truncation: str = "error"  # handling of longer rows: error | left | right | middle
@@ -217,24 +217,24 @@ def _load(
     # One list a process, of one summary a source.
     everyone = gather_objects([stripe.summary() for stripe in own], "data")
     by_source = list(zip_longest(*everyone))
-    found = [[one for one in summaries if one is not None] for summaries in by_source]
-    errors = [one["error"] for summaries in found for one in summaries if one["error"]]
+    parts = [[part for part in summaries if part is not None] for summaries in by_source]
+    errors = [part["error"] for summaries in parts for part in summaries if part["error"]]
     if errors:
         raise ValueError(errors[0])
     _check_same_rows([stripe.reader.name for stripe in own], everyone)
     bad = [
         BadRow(*row)
-        for summaries in found
+        for summaries in parts
         for kind in ("unread", "unconverted")
-        for one in summaries
-        for row in one[kind]
+        for part in summaries
+        for row in part[kind]
     ]
     num_rows = sum(len(stripe.reader.rows) for stripe in own)
-    num_overlong = sum(one["num_overlong"] for summaries in found for one in summaries)
+    num_overlong = sum(part["num_overlong"] for summaries in parts for part in summaries)
     if rules.bad_rows_file is not None:
         _set_aside(bad, Path(rules.bad_rows_file))
     _check_bad(bad, num_rows, rules)
-    items = _streamed(own, streamed, rules) if rules.streaming else _joined(own, found)
+    items = _streamed(own, streamed, rules) if rules.streaming else _joined(own, parts)
     if not items and not num_rows:
         names = ", ".join(Path(stripe.reader.name).name for stripe in own)
         raise ValueError(f"no rows are left of 0: {names} is empty; set {sources.keys} to data")
@@ -254,7 +254,7 @@ def _load(
 
 @dataclass(frozen=True)
 class _Reader(Generic[T]):
-    """How the rows of one source become records."""
+    """Reader of the rows of one source, as records."""
 
     name: str
     kind: str  # the format
@@ -280,7 +280,7 @@ class _Reader(Generic[T]):
 
 @dataclass
 class _Stripe(Generic[T]):
-    """What this process found in its stripe of one source."""
+    """Records and bad rows of this process's stripe of one source."""
 
     reader: _Reader[T]
     items: list[T] = field(default_factory=list)
@@ -292,7 +292,7 @@ class _Stripe(Generic[T]):
     first: str = ""  # a digest of the first rows of the source, which every process reads
 
     def summary(self) -> dict[str, Any]:
-        """All but the records, in JSON's types; counts as runs of equal ones."""
+        """Everything but the records, in JSON's types; counts as runs of equal ones."""
         return {
             "counts": [(count, len(list(run))) for count, run in groupby(self.counts)],
             "unread": [astuple(row) for row in self.unread],
@@ -343,18 +343,18 @@ def _check_stripe(reader: _Reader[T], filter_overlong: bool) -> _Stripe[T]:
     return stripe
 
 
-def _joined(own: Sequence[_Stripe[T]], found: Sequence[Sequence[Any]]) -> Sequence[T]:
+def _joined(own: Sequence[_Stripe[T]], summaries: Sequence[Sequence[Any]]) -> Sequence[T]:
     """The records of all sources: a list, or with several processes what reads the others'.
 
-    `found` has the summaries of each source, in the order of the processes.
+    `summaries` has one of each process, in order, for each source.
     """
     if jax.process_count() == 1:
         return [item for stripe in own for item in stripe.items]
     sources: list[Source[T]] = []
     kept: dict[int, T] = {}
     first = 0  # index of the first record of the source
-    for stripe, summaries in zip(own, found, strict=True):
-        parts = [np.repeat(*np.array(one["counts"], int).reshape(-1, 2).T) for one in summaries]
+    for stripe, every in zip(own, summaries, strict=True):
+        parts = [np.repeat(*np.array(one["counts"], int).reshape(-1, 2).T) for one in every]
         before = first + sum(int(part.sum()) for part in parts[: jax.process_index()])
         kept |= dict(enumerate(stripe.items, before))
         counts = np.concatenate(parts)
@@ -403,8 +403,8 @@ def read_sources(sources: Sources, purpose: str) -> Iterator[tuple[str, Rows]]:
         if sources.rows is not None:
             name = "train_data" if sources.split == "train" else "val_data"
             yield name, ShapedRows(ObjectRows(name, sources.rows), sources.shape)
-        files = [found for pattern in sources.files for found in _files(pattern)]
-        for name, file in files:  # all were found before the first is read
+        files = [named for pattern in sources.files for named in _files(pattern)]
+        for name, file in files:  # every file is there before the first is read
             yield name, ShapedRows(open_rows(file), sources.shape)
     paired = {"preferences": task_pairs, "unpaired": task_pairs, "ratings": task_ratings}
     rows_of = paired.get(purpose, task_rows)
@@ -443,7 +443,7 @@ def _default_source(name: str) -> str:
 def source_format(name: str, rows: Sequence[RawRow], purpose: str, keys: str) -> str:
     """The format of most of the first rows. ValueError if it does not serve the purpose."""
     votes = Counter(detect_format(row.data, purpose) for row in rows)
-    kind = max(votes, key=lambda found: (found is not None, votes[found]))
+    kind = max(votes, key=lambda form: (form is not None, votes[form]))
     wanted = ", ".join(other for other, purposes in SERVES.items() if purpose in purposes)
     if kind is not None and purpose in SERVES[kind]:
         return kind

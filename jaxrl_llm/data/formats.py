@@ -150,7 +150,7 @@ def prompt_of(
     row = _with_parsed_reward_model(row)
     value, _ = _text_or_messages(row["prompt"], "prompt")
     if isinstance(value, str):
-        _tools(row)  # of no use, and correct nevertheless
+        _tools(row)  # checks the column
         text, ids = value, _with_bos(tokenizer.encode(value), tokenizer)
     else:
         text = _turns(row, tokenizer).prompt(value)
@@ -332,8 +332,8 @@ def _answered(
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             raise ValueError("the prompt is a string and its completion a list of messages")
-        given, ids = tokenizer.encode_parts(prompt + completion, [len(prompt)])
-        pieces = [Piece(_with_bos(given, tokenizer), False, "prompt")]
+        asked, ids = tokenizer.encode_parts(prompt + completion, [len(prompt)])
+        pieces = [Piece(_with_bos(asked, tokenizer), False, "prompt")]
         return [*pieces, Piece(ids, True, "completion"), *_end(ids, tokenizer)]
     if isinstance(completion, str):
         completion, learned = [{"role": "assistant", "content": completion}], [0]
@@ -463,7 +463,7 @@ def _from_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _counts(message: dict[str, Any], where: str) -> bool:
-    """Whether a turn is learned. Takes the keys that say so out of the message."""
+    """Take the keys out of a message that say whether its turn is learned."""
     counts = True
     for key in LEARNED_KEYS:
         value = message.pop(key, 1)
@@ -485,7 +485,7 @@ def _joined_parts(parts: list[Any], where: str) -> str:
 
 
 def _turns(row: Mapping[str, Any], tokenizer: Tokenizer) -> Turns:
-    """How the row's turns are written: with its own tools and variables of the template."""
+    """The template with the row's own tools and variables."""
     variables = row.get("chat_template_kwargs")
     if isinstance(variables, str):
         variables = _json_text(variables, "chat_template_kwargs")

@@ -12,14 +12,14 @@ def hub_files(name: HubName) -> list[DataFile]:
     import datasets  # pyright: ignore[reportMissingImports]
 
     try:
-        found = datasets.load_dataset(name.path, name.config or None, split=name.split)
-    except Exception as error:  # datasets raises its own, the hub's, and those of the network
+        loaded = datasets.load_dataset(name.path, name.config or None, split=name.split)
+    except Exception as error:  # datasets raises its own errors, the hub's and the network's
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{name} could not be loaded: {what}. Without a network, load it on another machine, "
             "write it there with save_to_disk(FOLDER), and give that folder"
         ) from error
-    files = [DataFile(entry["filename"], "arrow") for entry in found.cache_files]
+    files = [DataFile(entry["filename"], "arrow") for entry in loaded.cache_files]
     if not files:
         raise ValueError(f"{name} has no files in the cache of datasets: set HF_DATASETS_CACHE")
     return files

@@ -179,7 +179,7 @@ class _Batches(Generic[T, B]):
     def __init__(
         self,
         items: Sequence[T],
-        order: Any,  # of grain: index to place in the data
+        order: Any,  # grain's map from an index to a place in the data
         batch_size: int,
         collate: Callable[[Sequence[T]], B],
     ):

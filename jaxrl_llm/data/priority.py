@@ -152,7 +152,7 @@ class PriorityLoader:
         self._next_batch = 0
         self._memory = {name: np.zeros(len(prompts), kind) for name, kind in STATE.items()}
         self._drawn: deque[np.ndarray] = deque()  # the batches whose scores `update` expects
-        self._again: deque[np.ndarray] = deque()  # those of a restored state, to be drawn again
+        self._again: deque[np.ndarray] = deque()  # batches of a restored state, to be drawn again
         self._weights({name: np.ones(2) for name in FIELDS})
 
     @property
@@ -187,9 +187,9 @@ class PriorityLoader:
     def update(self, step: int, scores: np.ndarray, rows: HostRows | None = None) -> None:
         """Record the scores of a batch [B * samples]; a prompt's samples are adjacent.
 
-        It is the first of the batches that were drawn and have no scores.
+        The batch is the first that was drawn and has no scores.
 
-        With `rows`, `scores` are those of the rows that this process owns. All processes must call
+        With `rows`, `scores` belong to the rows that this process owns. All processes must call
         it then: the mean and the deviation of each prompt are gathered. NaN stands for a sample
         without a score; a prompt that has none keeps what it had.
         """

@@ -18,7 +18,7 @@ from jaxrl_llm.references import nearest
 AFTER_MARKS = 'Reason step by step. End with a line "#### N", where N is the answer.'
 IN_BOX = "Reason step by step. Put the answer into \\boxed{}."
 AS_CODE = "Answer with one ```python block. It has to pass:"
-MOST_LEFT_OUT = 0.01  # share of the rows of a split
+MOST_LEFT_OUT = 0.01  # share of a split's rows that may be left out
 
 Row = Mapping[str, Any]
 
@@ -48,14 +48,14 @@ def _gsm8k(row: Row, instruction: str) -> dict[str, Any]:
 
 def _math(row: Row, instruction: str) -> dict[str, Any]:
     level = str(row["level"]).rpartition(" ")[2]
-    found = {
+    converted = {
         "prompt": f"{row['problem']}\n{instruction}",
         "ground_truth": last_boxed(row["solution"]),
         "solution": row["solution"],
         "subject": row["type"],
     }
     # A number, so that a curriculum can follow it; a few rows say "Level ?".
-    return found | ({"level": int(level)} if level.isdecimal() else {"level": 0})
+    return converted | {"level": int(level) if level.isdecimal() else 0}
 
 
 def _math500(row: Row, instruction: str) -> dict[str, Any]:
@@ -136,20 +136,20 @@ def prepare_public(
     Raises: ValueError without the package, the network or the columns, and where more than 1 % of
         the rows cannot be used.
     """
-    found = PUBLIC_SETS[name]
-    asked = found.instruction if instruction is None else instruction
-    files = {ours: _files(found, theirs, source) for ours, theirs in found.splits.items()}
+    public = PUBLIC_SETS[name]
+    asked = public.instruction if instruction is None else instruction
+    files = {ours: _files(public, theirs, source) for ours, theirs in public.splits.items()}
     output.mkdir(parents=True, exist_ok=True)
     return {
         split: _write(name, part, output / f"{split}.jsonl", asked) for split, part in files.items()
     }
 
 
-def _files(found: PublicSet, split: str, source: str) -> list[DataFile]:
+def _files(public: PublicSet, split: str, source: str) -> list[DataFile]:
     if source:
-        alone = len(found.splits) == 1 and Path(source).is_file()
+        alone = len(public.splits) == 1 and Path(source).is_file()
         return resolve_files(source if alone else f"{source}#{split}")
-    name = hub_name(f"{HUB}{found.hub}#{split}")
+    name = hub_name(f"{HUB}{public.hub}#{split}")
     assert name is not None
     return hub_files(name)
 
@@ -187,27 +187,27 @@ def _check_left_out(name: str, left_out: list[BadRow], rows: int) -> None:
 def _converted(
     name: str, files: list[DataFile], instruction: str
 ) -> Iterator[dict[str, Any] | BadRow]:
-    found = PUBLIC_SETS[name]
+    public = PUBLIC_SETS[name]
     for file in files:
         for row in read_rows(file):
             if isinstance(row, BadRow):
                 yield row
                 continue
-            for column in found.columns:
+            for column in public.columns:
                 if column not in row.data:
                     raise ValueError(
-                        f"{name} has the columns {', '.join(found.columns)}, and {row.source} "
+                        f"{name} has the columns {', '.join(public.columns)}, and {row.source} "
                         f"lacks {column!r}; it has {', '.join(row.data)}"
                         f"{nearest(column, row.data)}"
                     )
             try:
-                yield found.convert(row.data, instruction) | {"data_source": name}
+                yield public.convert(row.data, instruction) | {"data_source": name}
             except (ValueError, TypeError, AttributeError) as error:
                 yield BadRow(row.source, row.row, str(error))
 
 
 def last_boxed(text: str) -> str:
-    r"""What the last \boxed{} or \fbox{} of a solution holds. ValueError without one."""
+    r"""Content of the last \boxed{} or \fbox{} of a solution. ValueError without one."""
     begin = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     rest = text[begin:].partition("box" if text[begin:].startswith("\\fbox") else "boxed")[2]
     if begin < 0 or not rest.strip():

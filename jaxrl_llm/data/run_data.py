@@ -152,7 +152,7 @@ def load_held_out(
     if not has_held_out(config):
         return [], False
     records, formats = _load(config, held_out_sources(config), kind, tokenizer, run_dir)
-    return records, all("preferences" in SERVES[found] for found in formats)
+    return records, all("preferences" in SERVES[form] for form in formats)
 
 
 def _load(
@@ -163,11 +163,13 @@ def _load(
     loaded = LOADERS[kind](sources, tokenizer, rules)
     items: Any = loaded.items
     if kind == "unpaired":
-        # A pair gives two records of one prompt, and neighbours in a batch exchange their
-        # completions: in order, these would not be mismatched.
+        # Neighbours in a batch exchange their completions. The two records of a pair have one
+        # prompt, so in the order of the rows nothing would be exchanged.
         order = list(range(len(items)))
         if config.data.shuffle:
             Random(config.seed).shuffle(order)
+        elif all("preferences" in SERVES[form] for form in loaded.formats.values()):
+            order = [*order[::2], *order[1::2]]
         items = Picked(items, order) if isinstance(items, Share) else [items[i] for i in order]
     records = offline_records(items, number=kind if kind == "ratings" else "labels")
     return records, set(loaded.formats.values())
@@ -257,7 +259,7 @@ def _sources(config: Config, training: SupervisedConfig) -> Sources:
         split="train",
         prompt_style=config.data.prompt_style,
         shape=_shape(config),
-        key=next((key for key, found in _trainings(config) if found is training), ""),
+        key=next((key for key, named in _trainings(config) if named is training), ""),
     )
 
 
@@ -290,8 +292,8 @@ def columns_by_source(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
     for index in own_indices(prompts):
         own.setdefault(prompts[index].data_source, set()).update(prompts[index].columns)
     everyone = gather_objects({source: sorted(x) for source, x in own.items()}, "columns")
-    sources = sorted({source for found in everyone for source in found})
+    sources = sorted({source for columns in everyone for source in columns})
     return {
-        source: sorted({name for found in everyone for name in found.get(source, ())})
+        source: sorted({name for columns in everyone for name in columns.get(source, ())})
         for source in sources
     }

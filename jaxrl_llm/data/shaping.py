@@ -1,4 +1,4 @@
-"""What the config changes of every row before its format is found: names, chat, system prompt."""
+"""Changes of every row before its format is known: names, chat, system prompt."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -33,7 +33,7 @@ class Shape:
         return replace(self, columns={})
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row as its format is found.
+        """The row with our names, messages and the system prompt.
 
         Raises ValueError for a column that is not there, for messages in Python's form, and for a
         row without a conversation that could take the system prompt.

@@ -35,7 +35,7 @@ class Tokens(Protocol):
 
     @property
     def answer(self) -> Any:
-        """What a model is rewarded for, or learns: right answers, labels, masks of tokens."""
+        """Right answers, labels, or masks of tokens."""
         ...
 
 
@@ -106,7 +106,7 @@ class Source(Generic[T]):
 class Striped(Share[T]):
     """The records of several sources, one source after the other.
 
-    `kept` has those of this process's stripe by index. Others are read when they are asked for.
+    `kept` has the records of this process's stripe by index. Others are read when asked for.
     """
 
     def __init__(self, sources: Sequence[Source[T]], kept: Mapping[int, T]):

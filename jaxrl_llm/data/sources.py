@@ -170,7 +170,7 @@ class ParquetRows(Rows):
         self._largest = max((self._bytes(group) for group in groups), default=0)
 
     def _bytes(self, group: Any) -> int:
-        """What is decoded of a row group."""
+        """Bytes of a row group that are decoded."""
         if self._columns is None:
             return group.total_byte_size
         chunks = [group.column(i) for i in range(group.num_columns)]
@@ -280,13 +280,13 @@ class JsonLines(Rows):
 
 
 def _version(file: BinaryIO) -> tuple[int, ...]:
-    """What changes where a file is written or replaced."""
+    """Facts that change where a file is written or replaced."""
     status = os.fstat(file.fileno())
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-# What a value of a column raises: text that is no UTF-8, a date beyond Python's, a time zone that
-# does not exist, a type that Python does not have.
+# Errors of single values: text that is not UTF-8, a date beyond Python's, a time zone that does not
+# exist, a type that Python does not have.
 _UNREADABLE = (ValueError, OverflowError, KeyError, NotImplementedError)
 
 

@@ -58,12 +58,12 @@ class StreamedSource:
     """One source, and how its rows become records."""
 
     rows: Rows
-    records_of: Callable[[RawRow], Sequence[Any]]  # ValueError for a bad row, Overlong for a long
+    records_of: Callable[[RawRow], Sequence[Any]]  # raises ValueError or Overlong
 
 
 @dataclass
 class Skipped:
-    """Counts of this process, of a run that may set rows aside."""
+    """Counts of rows that this process read and set aside."""
 
     max_bad_fraction: float
     filter_overlong: bool
@@ -87,7 +87,7 @@ class Skipped:
 class Streamed(Share[T]):
     """The records of sources one after the other, each read when it is asked for.
 
-    There are as many as rows: record i is that of row i, or of the next good row after it.
+    Record i belongs to row i, or to the next good row after it.
     """
 
     def __init__(self, sources: Sequence[StreamedSource], skipped: Skipped):

@@ -398,3 +398,6 @@ def test_labelled_rows_keep_their_order_without_a_shuffle(tmp_path):
         return [record.rows["completion"].row for record in records]
 
     assert order(False) == list(range(20)) != order(True)
+    rows = [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(3)]
+    files = jsonl(tmp_path, rows).files
+    assert order(False) == [0, 1, 2, 0, 1, 2]  # no neighbours have one prompt

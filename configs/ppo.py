@@ -50,7 +50,7 @@ def get_config() -> c.Config:
         rollout=c.RolloutConfig(n=4),
         algorithm=c.PPO(lam=0.95, use_kl_in_reward=True, kl_coef=0.01),
         reward=c.RewardConfig(functions=(c.ExactAnswer(extract="whole"),)),
-        validation=c.ValidationConfig(every=20),
+        validation=c.ValidationConfig(every=20, grader=c.ExactAnswer()),
         warmup=c.SupervisedConfig(
             steps=300,
             batch_size=256,

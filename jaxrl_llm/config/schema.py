@@ -16,7 +16,7 @@ from pydantic import BeforeValidator
 
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
-from jaxrl_llm.config.graders import ExactAnswer, OwnFunction, RewardFunction
+from jaxrl_llm.config.graders import OwnFunction, RewardFunction
 from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
 from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import (
@@ -383,7 +383,8 @@ class ValidationConfig(Record):
     n: Count = 1  # answers per prompt
     temperature: NotNegative = 0.0  # sampling temperature; 0: greedy
     top_p: Probability = 1.0  # probability of the likeliest tokens to sample from; 1: off
-    grader: RewardFunction = ExactAnswer()  # grader of held-out answers
+    # Grader of held-out answers; null: the reward functions of the run, or exact_answer.
+    grader: Maybe[RewardFunction] = None
     graders: Many[SourceGrader] = ()  # graders of single data sources
     generate: bool = False  # offline: whether held-out prompts are answered; online: always
 

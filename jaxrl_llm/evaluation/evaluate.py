@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Config, Custom, Grader
+from jaxrl_llm.config import Config, Custom, ExactAnswer, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
 from jaxrl_llm.data.share import own_indices
@@ -324,16 +324,33 @@ def open_validator(
 
 def open_graders(config: Config, stack: ExitStack) -> SourceGraders:
     """The graders of held-out answers; `stack` closes them."""
-    limits, validation = worker_limits(config.reward), config.validation
+    rewards, validation = config.reward, config.validation
 
-    def grader(function: Grader | Custom) -> RewardManager:
+    def grader(
+        functions: Sequence[Grader | Custom], weights: Sequence[float] = ()
+    ) -> RewardManager:
         manager = RewardManager(
-            [function], failure_value=0.0, timeout=config.reward.timeout_s, limits=limits
+            functions,
+            weights=weights or None,
+            max_retries=rewards.max_retries,
+            timeout=rewards.timeout_s,
+            num_workers=rewards.num_workers,
+            total_steps=config.total_steps,
+            limits=worker_limits(rewards),
         )
         return stack.enter_context(manager)
 
-    by_source = {one.source: grader(one.grader) for one in validation.graders}
-    return SourceGraders(default=grader(validation.grader), by_source=by_source)
+    by_source = {one.source: grader([one.grader]) for one in validation.graders}
+    if graded_as_trained(config):
+        default = grader(rewards.functions, rewards.weights)
+    else:
+        default = grader([validation.grader or ExactAnswer()])
+    return SourceGraders(default=default, by_source=by_source)
+
+
+def graded_as_trained(config: Config) -> bool:
+    """True where the reward functions of the run also grade held-out answers."""
+    return config.validation.grader is None and bool(config.reward.functions)
 
 
 def accuracy_metrics(

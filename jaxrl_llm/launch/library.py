@@ -148,7 +148,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Generate and grade answers to held-out prompts, as the validation of a run does.
 
-    The rewards, stages and training data of the config are not used.
+    The stages and training data of the config are not used, and its rewards only without a grader.
 
     Args:
         overrides: changes of the config, as `load_config` takes them.
@@ -166,7 +166,9 @@ def evaluate(
     opened = apply_overrides(opened, {"actor.path": path, "data.tokenizer": ""})
     opened = apply_overrides(opened, overrides)
     changes: dict[str, Any] = {"data.train_rows": None, "stages": []}
-    if opened.reward.functions or opened.reward.model is None:
+    graded = grader is not None or opened.validation.grader is not None
+    no_functions = not opened.reward.functions and opened.reward.model is None
+    if no_functions or (graded and opened.reward.functions):  # that are not called
         changes |= {"reward.functions": [ExactAnswer()], "reward.weights": []}
     if not (opened.data.train_files or opened.data.dataset_class):
         changes["data.train_tasks"] = [ChainSum()]

@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_llm.checkpoint.identity import package_versions
 from jaxrl_llm.config import (
     Config,
+    ExactAnswer,
     PairwiseRewardModel,
     RewardConfig,
     RewardRegression,
@@ -25,7 +26,7 @@ from jaxrl_llm.config import (
     run_folder,
 )
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
-from jaxrl_llm.evaluation.evaluate import Validation
+from jaxrl_llm.evaluation.evaluate import Validation, graded_as_trained
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.console import Console, ShownSample
@@ -363,6 +364,7 @@ def about(
         "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
         "data": f"{num_train:,} training rows{held_out}",
         **({"reward": reward} if (reward := reward_text(plan.config.reward)) else {}),
+        **({"grader": grader_text(plan.config)} if num_held_out and reward else {}),
         "versions": f"jaxrl_llm {versions['jaxrl_llm']}, jax {versions['jax']}, "
         f"Python {platform.python_version()}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -375,6 +377,18 @@ def reward_text(reward: RewardConfig) -> str:
     if reward.weights:
         names = [f"{weight:g} * {name}" for weight, name in zip(reward.weights, names, strict=True)]
     return " + ".join([*names, *(["a reward model"] if reward.model is not None else [])])
+
+
+def grader_text(config: Config) -> str:
+    """The graders of held-out answers in words."""
+    if graded_as_trained(config):
+        default = f"{reward_text(replace(config.reward, model=None))}, as in training"
+    else:
+        default = described(config.validation.grader or ExactAnswer())
+        if config.reward.functions and default != reward_text(config.reward):
+            default += " (--config.validation.grader=null takes the reward functions)"
+    sources = [f"{one.source}: {described(one.grader)}" for one in config.validation.graders]
+    return "; ".join([default, *sources])
 
 
 def about_lines(about: dict[str, str]) -> str:

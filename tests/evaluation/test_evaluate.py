@@ -17,6 +17,7 @@ from jaxrl_llm.evaluation import evaluate
 from jaxrl_llm.evaluation.evaluate import accuracy_metrics, open_validator
 from jaxrl_llm.evaluation.evaluation_report import all_answers, table
 from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.types import Completion, Prompt
 
 # Two prompts of one source and one of another, four samples each.
 SOURCES = ["a"] * 8 + ["b"] * 4
@@ -148,3 +149,23 @@ def test_graders_that_do_not_fit_are_refused_before_a_model_is_used(
     config = replace(config, data=replace(config.data, columns=columns))
     with ExitStack() as stack, pytest.raises(ValueError, match=message):
         open_validator(config, None, load_tokenizer("char"), None, stack)  # pyright: ignore
+
+
+def test_the_rewards_of_a_run_grade_held_out_answers_where_no_grader_is_given(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def half(completions):\n    return [0.5] * len(completions)\n"
+    )
+    functions = (c.ExactAnswer(), c.Custom(path=f"{tmp_path / 'own.py'}:half"))
+    reward = c.RewardConfig(functions=functions, weights=(1.0, 4.0))
+    prompt = Prompt(token_ids=(1,), text="1+1=", ground_truth="2")
+    answers = [
+        Completion(tokens=(2,), text=text, logprobs=(0.0,), finished=True) for text in ("2", "3")
+    ]
+    for grader, expected in ((None, [3.0, 2.0]), (c.ExactAnswer(score=0.25), [0.25, 0.0])):
+        config = replace(with_rows(tmp_path, grader=grader), reward=reward, algorithm=c.GRPO())
+        with ExitStack() as stack:
+            graders = evaluate.open_graders(config, stack)
+            assert graders.score([prompt] * 2, answers, 1).scores.tolist() == expected
+    config = with_rows(tmp_path)  # a reward model: no function that could grade
+    with ExitStack() as stack:
+        assert evaluate.open_graders(config, stack).default.names == ("exact_answer",)

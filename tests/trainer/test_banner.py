@@ -1,13 +1,14 @@
 """What a run says of itself when it starts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
 from jaxrl_llm.observability.trace import last_user_turn
-from jaxrl_llm.trainer.output import parameters, reward_text
+from jaxrl_llm.trainer.output import grader_text, parameters, reward_text
 from jaxrl_llm.types import Prompt
 
 
@@ -24,6 +25,20 @@ def test_a_reward_is_shown_with_what_differs_from_its_defaults():
     shown = reward_text(c.RewardConfig(functions=functions, weights=(1.0, 0.5)))
     assert shown == "1 * exact_answer(extract=whole) + 0.5 * my.py:f(settings={…})"
     assert reward_text(c.RewardConfig(model=c.RewardModelConfig())) == "a reward model"
+
+
+def test_the_grader_of_held_out_answers_is_named():
+    rewards = c.RewardConfig(functions=(c.GSM8K(), c.Custom(path="my.py:f")), weights=(1.0, 0.5))
+    config = c.Config(reward=rewards)
+    assert grader_text(config) == "1 * gsm8k + 0.5 * my.py:f, as in training"
+    given = replace(config, validation=c.ValidationConfig(grader=c.ExactAnswer(), graders=(
+        c.SourceGrader(source="math", grader=c.MathAnswer()),
+    )))  # fmt: skip
+    assert grader_text(given).startswith("exact_answer (--config.validation.grader=null takes")
+    assert grader_text(given).endswith("; math: math_answer")
+    assert (
+        grader_text(c.Config(reward=c.RewardConfig(model=c.RewardModelConfig()))) == "exact_answer"
+    )
 
 
 def test_the_last_turn_of_the_user_is_shown():

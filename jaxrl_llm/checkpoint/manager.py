@@ -126,18 +126,15 @@ class CheckpointManager:
         measured = digests.measure(items)
         self.growth.check(measured, step)
         loop = copy.deepcopy({STEP: step} | loop)  # Orbax reads it later, when steps changed it
-        candidates = [name for name in metrics if name.startswith(VALIDATION)]
-        candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
-        metric = self._best_metric or next(iter(candidates), "")
-        name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
-        if name in metrics:
-            loop[SCORE] = self._best.scores[step] = sign * metrics[name]
-        elif self._best_metric and step and not self._warned and _is_due(name, metrics):
+        score, name = self._score(metrics), self._best_metric.removeprefix("-")
+        if score is not None:
+            loop[SCORE] = self._best.scores[step] = score
+        elif name and step and not self._warned and _is_due(name, metrics):
             self._warned = True
             log.warning(
                 "config.checkpoint.best_metric=%s: there is no such metric at step %d, so no best "
                 "checkpoint is kept%s",
-                metric,
+                self._best_metric,
                 step,
                 nearest(name, metrics),
             )
@@ -155,6 +152,19 @@ class CheckpointManager:
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
             self.wait()
         self._remove_deleted()
+
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """True for metrics of a validation that are better than those of all checkpoints."""
+        score = self._score(metrics)
+        return bool(self._best.number) and score is not None and score > self._best.highest()
+
+    def _score(self, metrics: dict[str, float]) -> float | None:
+        """The number by which checkpoints are compared; None where the metrics do not have it."""
+        candidates = [name for name in metrics if name.startswith(VALIDATION)]
+        candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
+        metric = self._best_metric or next(iter(candidates), "")
+        value = metrics.get(metric.removeprefix("-"))
+        return -value if value is not None and metric.startswith("-") else value
 
     def save_seconds(self) -> float:
         """The longest recent save, until its digests were on disk, as far as this process knows."""
@@ -274,6 +284,10 @@ class _KeepBest:
     def __init__(self, number: int, scores: dict[int, float]):
         self.number = number
         self.scores = scores
+
+    def highest(self) -> float:
+        """The highest score of a checkpoint that was saved."""
+        return max(self.scores.values(), default=-math.inf)
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
         steps = [info.step for info in checkpoints]

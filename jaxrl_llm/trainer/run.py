@@ -225,6 +225,7 @@ class Run:
             step=step,
             is_new=self.resume is None,
             save_with=self._save,
+            is_best=self.checkpoints.is_best,
             save_every=config.save_every,
             save_first=saves_first(config),
         )

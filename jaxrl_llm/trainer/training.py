@@ -44,15 +44,18 @@ class Training:
     what: str = "step"  # a step's name in the message of a gradient that is not finite
     watch: Watch = field(default_factory=Watch)
     save_with: Save | None = None  # None: no checkpoints
+    is_best: Callable[[dict[str, float]], bool] | None = None  # for metrics of a validation
     save_every: int = 0
     save_first: bool = True
     stopped: bool = False
     stopped_by: list[Listener] = field(default_factory=list)
     _save_asked: bool = False  # by a listener after the last step
+    _validated_best: bool = False  # the validation of this step is the best so far
 
     def begin_step(self) -> Timer:
         """Begin the next step. Returns the timer of its stages."""
         self.step += 1
+        self._validated_best = False
         if self.plan.begins_program(self.step):
             self.watch.forget()
         self.watch.enter(BETWEEN, self.step)
@@ -90,10 +93,11 @@ class Training:
         return self._is_due(self.validate_every)
 
     def save_is_due(self) -> bool:
-        """True when a checkpoint follows this step; it follows the last one always."""
+        """True when a checkpoint follows this step: always the last, and the best validation."""
         if self.save_with is None:
             return False
-        return self._is_due(self.save_every) or self.stopped or self._save_asked
+        due = self._is_due(self.save_every) or self.stopped
+        return due or self._save_asked or self._validated_best
 
     def validate(self) -> dict[str, float]:
         """Held-out metrics after the last step; empty if there is nothing to measure."""
@@ -107,6 +111,7 @@ class Training:
             metrics |= evaluation.run(self.states, self.step)
         self.watch.enter(BETWEEN)
         self.output.stage(self.step, [])
+        self._validated_best = self.is_best is not None and self.is_best(metrics)
         name, least = self.target
         if least and metrics.get(name, 0.0) >= least:
             self.stopped = True

@@ -69,6 +69,21 @@ def test_first_validation_metric_is_the_default_measure(tmp_path):
     assert steps(tmp_path) == [1, 3]
 
 
+def test_a_validation_is_the_best_if_it_beats_all_checkpoints(tmp_path):
+    name = "val-core/sums/reward/mean@1"
+    manager = open_manager(tmp_path, best_metric="")
+    assert not manager.is_best({"loss": 1.0}) and manager.is_best({name: 0.0})
+    manager.save(1, {"actor": {"weight": jnp.zeros((3,))}}, {"step": 1}, {name: 0.5})
+    assert manager.is_best({name: 0.6}) and not manager.is_best({name: 0.5})
+    manager.close()
+    again = open_manager(tmp_path, best_metric="-eval_loss", keep_best=0)
+    assert not again.is_best({"eval_loss": -0.6})  # no best is kept
+    again.close()
+    again = open_manager(tmp_path, best_metric="-eval_loss")
+    assert again.is_best({"eval_loss": -0.6}) and not again.is_best({"eval_loss": -0.4})
+    again.close()
+
+
 def test_the_best_follows_the_mean_reward_where_grades_are_not_0_or_1(tmp_path):
     manager = open_manager(tmp_path, best_metric="", keep_latest=1)
     for step, (accuracy, reward) in {1: (1.0, 2.0), 2: (1.0, 3.77), 3: (1.0, 1.5)}.items():

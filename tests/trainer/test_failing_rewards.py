@@ -79,6 +79,29 @@ def test_a_short_run_ends_as_a_longer_one_does(tmp_path: Path) -> None:
     run_with(tmp_path / "half", [1]).finish_here("--config.total_steps=2")
 
 
+def test_the_best_validation_is_saved_between_the_steps_of_save_every(tmp_path: Path) -> None:
+    """Its weights were lost, and the run ended without a best checkpoint."""
+    run = TinyRun(
+        tmp_path,
+        "--config.algorithm=grpo",
+        "--config.warmup=null",
+        "--config.total_steps=7",
+        "--config.save_every=5",
+        "--config.validation.every=2",
+        "--config.checkpoint.best_metric=''",
+        "--config.checkpoint.keep_latest=1",
+    )
+    run.finish_here()
+    scores = {
+        step: value
+        for step, line in run.metrics().items()
+        for name, value in line.items()
+        if name.startswith("val-core/") and "/reward/mean@" in name
+    }
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert set(run.saved_steps()) == {best, 7}
+
+
 def test_a_column_that_the_config_renames_is_refused_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def asks(completions, answer):\n    return answer\n")
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "1+1=", "answer": "2"}))

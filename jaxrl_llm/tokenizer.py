@@ -656,5 +656,5 @@ def _read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -52,6 +52,12 @@ class Conversion:
     def of_kind(self, kind: type) -> list[Converted]:
         return [converted for converted in self.keys if isinstance(converted.answer, kind)]
 
+    def not_learned(self, allowed: Iterable[str]) -> list[str]:
+        """The keys without counterpart that change what is learned, but those `allowed`."""
+        keys = self.of_kind(NoCounterpart)
+        changing = [each.key for each in keys if each.answer.learned]  # pyright: ignore
+        return [key for key in changing if key not in allowed]
+
     @property
     def by_default(self) -> dict[str, Any]:
         """Our keys with values that no key asked for."""

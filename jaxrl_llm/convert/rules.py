@@ -34,9 +34,10 @@ class NotNeeded:
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """The run may differ; `remedy` says what to do."""
+    """The run may differ; `remedy` says what to do. Without `learned` it learns the same."""
 
     remedy: str
+    learned: bool = True
 
 
 Answer = Ours | NotNeeded | NoCounterpart
@@ -122,10 +123,10 @@ def flag(key: str, **words: Any) -> Rule:
     return lambda value, source: Ours({key: words["on"] if value else words["off"]})
 
 
-def not_null(remedy: str) -> Rule:
+def not_null(remedy: str, *, learned: bool = True) -> Rule:
     def rule(value: Any, source: Source) -> Answer:
         empty = value in (None, False, "", -1) or value == []
-        return NotNeeded("it is off") if empty else NoCounterpart(remedy)
+        return NotNeeded("it is off") if empty else NoCounterpart(remedy, learned)
 
     return rule
 
@@ -150,7 +151,8 @@ def trackers(value: Any, source: Source) -> Answer:
     known = [name for name in ("wandb", "mlflow", "trackio") if name in names]
     others = names - {*known, "console", "tensorboard", "file", "none", "all"}
     if others:
-        return NoCounterpart(f"write a tracker for {', '.join(sorted(others))}: docs/trackers.md")
+        names = ", ".join(sorted(others))
+        return NoCounterpart(f"write a tracker for {names}: docs/trackers.md", learned=False)
     return Ours({"log.trackers": known}, "console and TensorBoard are always there")
 
 

@@ -93,7 +93,7 @@ ENGINE = NotNeeded("one engine generates inside the training program")
 KERNELS = NotNeeded("XLA compiles and fuses; logits are computed in blocks")
 LAYOUT = NotNeeded("`mesh.fsdp` splits weights and optimizer state")
 NO_BITS = NoCounterpart("frozen weights have 8 or 16 bits: actor.base_dtype=float8")
-UPLOAD = not_null("`jaxrl export` writes the folder; upload it")
+UPLOAD = not_null("`jaxrl export` writes the folder; upload it", learned=False)
 SHOWN = NotNeeded("samples are always in the console, the report and the trace")
 SMALLEST = 1e-9  # bound of an importance weight, in place of none
 READING = NotNeeded("rows are read as they are needed")
@@ -242,7 +242,7 @@ LEARNING: dict[str, Rule] = {
     "gradient_accumulation_steps": part_of("data.train_batch_size"),
     "per_device_eval_batch_size": _eval_batch,
     "eval_accumulation_steps": NotNeeded("metrics are summed as they come"),
-    "auto_find_batch_size": NoCounterpart("`jaxrl plan` finds sizes that fit"),
+    "auto_find_batch_size": NoCounterpart("`jaxrl plan` finds sizes that fit", learned=False),
     "num_train_epochs": _epochs,
     "max_steps": part_of("total_steps"),
     "learning_rate": "actor.optimizer.learning_rate",
@@ -298,7 +298,7 @@ OUTPUT: dict[str, Rule] = {
     "save_only_model": NotNeeded("`jaxrl export` writes the weights alone"),
     "load_best_model_at_end": NotNeeded("`checkpoint.keep_best` keeps it"),
     "metric_for_best_model": NoCounterpart(
-        "`checkpoint.best_metric`, by the name in docs/metrics.md"
+        "`checkpoint.best_metric`, by the name in docs/metrics.md", learned=False
     ),
     "greater_is_better": NotNeeded("a minus before checkpoint.best_metric says so"),
     "resume_from_checkpoint": _resume,

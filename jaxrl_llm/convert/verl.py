@@ -68,6 +68,7 @@ from jaxrl_llm.convert.verl_values import (
     learning_dtype,
     learns_without_ratio,
     manager,
+    many_turns,
     min_learning_rate,
     offload,
     optimizer_kind,
@@ -348,7 +349,7 @@ GENERATION: dict[str, Rule] = {
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": PASSES,
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": PASSES,
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": PASSES,
-    f"{ROLLOUT}.multi_turn.*": TURNS,
+    f"{ROLLOUT}.multi_turn.*": many_turns,
     f"{ROLLOUT}.agent.*": TURNS,
     f"{ROLLOUT}.agent.num_workers": PROCESSES,
     f"{ROLLOUT}.val_kwargs.n": "validation.n",
@@ -424,13 +425,18 @@ REWARDS: dict[str, Rule] = {
         for prefix, keys in (
             (
                 "",
-                {"custom_reward_function.path": FUNCTION, "custom_reward_function.name": FUNCTION},
+                {
+                    "custom_reward_function.path": FUNCTION,
+                    "custom_reward_function.name": FUNCTION,
+                    "custom_reward_function.reward_kwargs.*": FUNCTION,
+                },
             ),
             (
                 "reward.",
                 {
                     "custom_reward_function.path": FUNCTION,
                     "custom_reward_function.name": FUNCTION,
+                    "custom_reward_function.reward_kwargs.*": FUNCTION,
                     "reward_manager.name": manager,
                     "reward_manager.source": NotNeeded("functions are named by path"),
                     "num_workers": "reward.num_workers",
@@ -488,7 +494,9 @@ TRAINER: dict[str, Rule] = {
     "trainer.use_legacy_worker_impl": PROCESSES,
     "trainer.ray_wait_register_center_timeout": PROCESSES,
     "trainer.del_local_ckpt_after_load": NotNeeded("`checkpoint.keep_latest` deletes old ones"),
-    "trainer.esi_redundant_time": NoCounterpart("`checkpoint.save_by` saves before a time"),
+    "trainer.esi_redundant_time": NoCounterpart(
+        "`checkpoint.save_by` saves before a time", learned=False
+    ),
     "ray_kwargs.*": PROCESSES,
     "ray_init.*": PROCESSES,
     "transfer_queue.*": PROCESSES,

@@ -15,13 +15,23 @@ def set_rewards(source: Source, values: dict[str, Any], notes: list[str]) -> Non
     path = source.get("reward.custom_reward_function.path", "custom_reward_function.path")
     if path:
         name = source.get("reward.custom_reward_function.name", "custom_reward_function.name")
-        functions = [{"kind": "custom", "path": f"{path}:{name or 'compute_score'}"}]
+        function: dict[str, Any] = {"kind": "custom", "path": f"{path}:{name or 'compute_score'}"}
+        if settings := _arguments(source):
+            function["settings"] = settings
+        functions = [function]
         values["validation.grader"] = functions[0]
     elif source.get("reward.reward_model.enable", "reward_model.enable"):
         _set_model(source, values)
     else:
         functions = _by_files(source, values, notes)
     values["reward.functions"] = [*functions, *_overlong(source)]
+
+
+def _arguments(source: Source) -> dict[str, Any]:
+    """The further arguments of a function, `reward_kwargs`."""
+    folder = "custom_reward_function.reward_kwargs."
+    keys = [key for key in source.settings if folder in key]
+    return {key.partition(folder)[2]: source.settings[key] for key in keys}
 
 
 def _set_model(source: Source, values: dict[str, Any]) -> None:

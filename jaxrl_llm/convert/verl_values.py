@@ -35,6 +35,13 @@ FOREIGN = NoCounterpart("verl's checkpoints are not read; merge one to a folder 
 TURNS = NoCounterpart("many turns and tools are missing here: one answer a prompt")
 
 
+def many_turns(value: Any, source: Source) -> Answer:
+    """Settings of turns and tools, which verl reads where they are enabled."""
+    if source.get("actor_rollout_ref.rollout.multi_turn.enable"):
+        return TURNS
+    return NotNeeded("many turns are off")
+
+
 def files_at(key: str) -> Rule:
     """A list of files, or one."""
 

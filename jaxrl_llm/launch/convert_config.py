@@ -2,10 +2,13 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch.flags import CONVERT_CONFIG
+
+LEARNS_ELSE = 4  # the exit code: a key that changes what is learned has no counterpart
 
 
 def convert_config(argv: list[str]) -> int:
@@ -26,7 +29,14 @@ def convert_config(argv: list[str]) -> int:
     print("\n".join(lines(conversion)))
     before = "get what is not on this machine, then " if conversion.missing else ""
     print(f"wrote {output}; {before}try it: jaxrl train --config={output} --dry_run")
-    return 0
+    lost = conversion.not_learned(flags.allow.split(","))
+    if lost:
+        print(
+            f"error: this run learns something else than the one of {flags.library}: "
+            f"{', '.join(lost)} has no counterpart. If that is meant: --allow={','.join(lost)}",
+            file=sys.stderr,
+        )
+    return LEARNS_ELSE if lost else 0
 
 
 def _words(file: Path | None, words: list[str]) -> list[str]:

@@ -238,6 +238,12 @@ CONVERT_CONFIG.flag(
     "rows of the training data, if its files are not here: they turn epochs into steps",
 )
 CONVERT_CONFIG.flag("--devices=N", "devices of the run, if the command line does not say so")
+CONVERT_CONFIG.flag(
+    "--allow=KEYS",
+    "keys that change what is learned and may be left out, with commas between them; without it "
+    "the command ends with 4 for such a key",
+    default="",
+)
 
 VERIFY = Parser(
     """Look for damage in the checkpoints of a run: jaxrl verify RUN

@@ -58,6 +58,48 @@ def test_the_command_writes_a_new_file(tmp_path, capsys, monkeypatch):
         convert_config(["--from=trl", DPO, f"--output={output}"])
 
 
+RL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+RL += "data.train_batch_size=256 actor_rollout_ref.model.path=a/b "
+AGENT = "actor_rollout_ref.rollout.multi_turn"
+
+
+@pytest.mark.parametrize(
+    ("line", "lost"),
+    [
+        (f"--from=verl|{RL}{AGENT}.enable=True {AGENT}.tool_config_path=t.yaml", 2),
+        (f"--from=verl|{RL}{AGENT}.enable=False {AGENT}.max_user_turns=3", 0),
+        ("--from=verl|" + RL + "trainer.logger=['console','swanlab']", 0),
+        ("--from=trl|trl grpo --model_name_or_path a/b --dataset_name c/d --tools t.py", 1),
+    ],
+)
+def test_a_run_that_would_learn_something_else_ends_with_another_code(
+    line, lost, tmp_path, monkeypatch, capsys
+):
+    """An agent run became one of single answers, with code 0."""
+    monkeypatch.chdir(tmp_path)
+    words = [*line.split("|"), "--rows=99", "--output=one.py"]
+    assert convert_config(words) == (4 if lost else 0)
+    assert (tmp_path / "one.py").exists()
+    error = capsys.readouterr().err
+    if lost:
+        allow = error.rpartition("--allow=")[2].strip()
+        assert len(allow.split(",")) == lost
+        assert convert_config([*words[:-1], "--output=two.py", f"--allow={allow}"]) == 0
+
+
+def test_arguments_of_a_reward_function_are_its_settings(tmp_path):
+    """They were dropped."""
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completions, *, scale, mode='a'): ...")
+    folder = "custom_reward_function"
+    line = f"{RL}{folder}.path={file} {folder}.name=score "
+    line += f"{folder}.reward_kwargs.scale=2.5 {folder}.reward_kwargs.mode=b"
+    found = convert_verl(command_words(line, {}), rows=99, devices=8)
+    (function,) = found.config.reward.functions
+    assert function == c.Custom(path=f"{file}:score", settings={"scale": 2.5, "mode": "b"})
+    assert not found.not_learned([])
+
+
 def test_a_file_holds_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BETA_OF_TEST", "0.4")

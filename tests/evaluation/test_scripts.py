@@ -408,9 +408,10 @@ HELP = ("generate", "evaluate", "export")
 # Runs all commands and prints [exit code, stdout, stderr, seconds] of each as JSON.
 # The first has the start of the process in its time.
 IN_ONE_PROCESS = """
-import contextlib, io, json, sys, time
+import contextlib, io, json, os, sys, time
 from jaxrl_llm.launch.main import main
 
+os._exit = sys.exit  # a mistake ends the process at once
 start, ends = float(sys.argv[1]), []
 for words in json.loads(sys.argv[2]):
     sys.argv = ["jaxrl", *words]

@@ -520,12 +520,13 @@ class HFTokenizer:
 
     def _take_file(self) -> None:
         """Split as tokenizer.json does. For some types of models transformers splits otherwise."""
-        file = Path(self.path) / "tokenizer.json"
-        if not file.is_file():
-            return
         from tokenizers import Tokenizer as FileTokenizer
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils.hub import cached_file
 
+        file = cached_file(self.path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            return
         of_file = FileTokenizer.from_file(str(file))
         every = range(0, of_file.get_vocab_size(), of_file.get_vocab_size() // SPLIT_SAMPLES + 1)
         sample = " ".join(of_file.decode([i], skip_special_tokens=False) for i in every)

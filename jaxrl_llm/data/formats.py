@@ -339,6 +339,8 @@ def _answered(
         completion, learned = [{"role": "assistant", "content": completion}], [0]
     if not learned:
         raise ValueError("the completion has no assistant turn to learn from")
+    if prompt[-1]["role"] == completion[0]["role"] == "assistant":
+        raise ValueError("the prompt ends in a message of the assistant, and so begins the answer")
     turns = _turns(row, tokenizer)
     places = [len(prompt) + i for i in learned]
     return turns.completion([*prompt, *completion], places, keep_thinking=keep_thinking)

@@ -4,6 +4,7 @@ What is learned is written between ⟦ and ⟧.
 """
 
 import json
+import pickle
 from dataclasses import replace
 
 import pyarrow as pa
@@ -401,3 +402,16 @@ def test_labelled_rows_keep_their_order_without_a_shuffle(tmp_path):
     rows = [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(3)]
     files = jsonl(tmp_path, rows).files
     assert order(False) == [0, 1, 2, 0, 1, 2]  # no neighbours have one prompt
+
+
+def test_an_answer_that_continues_a_message_is_refused(chat, tmp_path):
+    """The template would write a second message of the assistant."""
+    row = {"prompt": [USER, {"role": "assistant", "content": "It"}], "completion": " is."}
+    with pytest.raises(ValueError, match="the prompt ends in a message of the assistant"):
+        load_examples(jsonl(tmp_path, [row]), chat, RULES)
+
+
+def test_a_tokenizer_that_has_tried_its_template_can_be_sent_to_a_worker(chat):
+    chat.turns([tool("f")]).end(calls=True)
+    copy = pickle.loads(pickle.dumps(chat))
+    assert copy.turns().prompt([USER]) == chat.turns().prompt([USER]) and copy.stop_ids

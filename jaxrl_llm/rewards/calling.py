@@ -129,16 +129,10 @@ def check_columns(
         )
 
 
-def split_batch(request: BatchCall) -> list[BatchCall]:
-    """The same call as one call for each sample."""
-    return [
-        BatchCall(
-            fields={name: [values[i]] for name, values in request.fields.items()},
-            state=request.state,
-            size=1,
-        )
-        for i in range(request.size)
-    ]
+def part_of(request: BatchCall, samples: Sequence[int]) -> BatchCall:
+    """The same call for some of the samples."""
+    fields = {name: [values[i] for i in samples] for name, values in request.fields.items()}
+    return BatchCall(fields=fields, state=request.state, size=len(samples))
 
 
 # ------------------------------------------------------------------------- replies

@@ -28,8 +28,8 @@ from jaxrl_llm.rewards.calling import (
     batch_call,
     call,
     check_columns,
+    part_of,
     sample_call,
-    split_batch,
 )
 from jaxrl_llm.rewards.graders import worker_reference
 from jaxrl_llm.rewards.loading import (
@@ -335,18 +335,16 @@ class RewardManager:
                 calls = function.calls(batch, samples)
                 own = [call(function.local, function.info, request) for request in calls]
                 replies.append((function, own))
-        retries: list[tuple[_Function, list[Future[list[Reply]]]]] = []
+        singles: list[tuple[_Function, list[Future[list[Reply]]]]] = []
         for function in self._functions:
             if function.local is not None:
                 continue
             answers = _results(pending[function.index])
-            if len(samples) > 1 and any(_blames_all(function, reply) for reply in answers):
-                # One sample spoiled the call of all: call again with each alone to find it.
-                singles = split_batch(batch) if function.info.kind == "batch" else samples
-                retries.append((function, self._one_by_one(function, singles)))
+            if _blames_all(function, answers, len(samples)):
+                singles.append((function, self._one_by_one(function, batch, samples)))
             else:
                 replies.append((function, answers))
-        return replies + [(function, _results(futures)) for function, futures in retries]
+        return replies + [(function, _results(futures)) for function, futures in singles]
 
     def _with_retries(
         self,
@@ -360,12 +358,14 @@ class RewardManager:
         Functions that run in this process are graders of ours: they would fail again.
         """
         graded = _per_sample(replies, len(samples))
-        calls = split_batch(batch) if function.info.kind == "batch" else samples
         for _ in range(self._max_retries if function.local is None else 0):
             failed = [i for i, g in enumerate(graded) if g.error and g.error.kind != "not run"]
             if not failed:
                 break
-            again = _results(self._one_by_one(function, [calls[i] for i in failed]))
+            part, some = part_of(batch, failed), [samples[i] for i in failed]
+            again = _results(self._submit(function, part, some))
+            if _blames_all(function, again, len(some)):
+                again = _results(self._one_by_one(function, part, some))
             for i, grade in zip(failed, _per_sample(again, len(failed)), strict=True):
                 graded[i] = grade
             replies = [*replies, *again]
@@ -374,15 +374,18 @@ class RewardManager:
     def _submit(
         self, function: _Function, batch: BatchCall, samples: list[SampleCall]
     ) -> list[Future[list[Reply]]]:
-        calls = function.calls(batch, samples)
         if function.info.kind == "sample" and not function.info.is_async:
-            return self._one_by_one(function, calls)
+            return self._one_by_one(function, batch, samples)
+        calls = function.calls(batch, samples)
         together = function.info.kind == "sample"  # async: they wait at the same time
         return [self._pool.submit(function.index, calls, LostCalls(), together=together)]
 
     def _one_by_one(
-        self, function: _Function, calls: Sequence[BatchCall | SampleCall]
+        self, function: _Function, batch: BatchCall, samples: list[SampleCall]
     ) -> list[Future[list[Reply]]]:
+        calls: Sequence[BatchCall | SampleCall] = samples
+        if function.info.kind == "batch":
+            calls = [part_of(batch, [i]) for i in range(batch.size)]
         # Several chunks a worker, so that a slow one does not hold up the end.
         size = -(-len(calls) // (4 * self._pool.num_workers))
         chunks = [calls[i : i + size] for i in range(0, len(calls), size)]
@@ -394,11 +397,15 @@ def _results(futures: Sequence[Future[list[Reply]]]) -> list[Reply]:
     return [reply for future in futures for reply in future.result()]
 
 
-def _blames_all(function: _Function, reply: Reply) -> bool:
-    """True where one sample may have caused the error of all samples called with it."""
-    if reply.error is None or reply.error.kind not in ("exception", "crash", "timeout"):
-        return False
-    return function.info.kind == "batch" or reply.error.shared
+def _blames_all(function: _Function, replies: Sequence[Reply], num_samples: int) -> bool:
+    """True where one sample may have caused the error of others; each is then called alone."""
+    shared = [
+        reply.error is not None
+        and reply.error.kind in ("exception", "crash", "timeout")
+        and (function.info.kind == "batch" or reply.error.shared)
+        for reply in replies
+    ]
+    return num_samples > 1 and any(shared)
 
 
 def _per_sample(replies: Sequence[Reply], num_samples: int) -> list[Graded]:

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from recording import RecordingServer, running_server
@@ -174,3 +175,18 @@ def test_wrong_settings_are_refused_before_the_run(settings, message):
     function = {"kind": "judge", "model": "m", **settings}
     with pytest.raises(ConfigError, match=message):
         load_config("grpo", {"reward.functions": [function]})
+
+
+def test_the_failed_requests_of_a_step_are_asked_again_together(server: RecordingServer) -> None:
+    """One by one, each would wait for its own total_s: an hour for a server that is away."""
+    function = Judge(url=server.url, model="m", retries=0, concurrency=8)
+    prompt = Prompt(token_ids=(1,), text="q", ground_truth="1")
+    texts = ["fine", *(f"slow {i}" for i in range(4))]
+    answers = [Completion(tokens=(1,), text=t, logprobs=(0.0,), finished=True) for t in texts]
+    function = replace(function, total_s=1.0)
+    began = time.monotonic()
+    with RewardManager([function], max_retries=1, on_failure="mask", timeout=20.0) as manager:
+        result = manager.score([prompt] * 5, answers, step=1)
+    assert result.failed.tolist() == [0.0] + [1.0] * 4 and time.monotonic() - began < 8.0
+    asked = [request["body"]["messages"][0]["content"] for request in server.requests()]
+    assert len(asked) == 9 and sum("fine" in text for text in asked) == 1

@@ -4,8 +4,8 @@ A turn is an assistant's message. It begins where the generation prompt ends. It
 that the template writes after it, such as <|im_end|>. Everything is found by rendering, so that it
 holds for any template: the rows themselves, and small conversations of the word "dummy".
 
-Guarantees: the ids of a row are those of the template's own text, encoded as a whole. The ids of
-the prompt are those that the model gets in RL.
+Guarantees: the ids of a row encode the template's own text as a whole. The ids of the prompt are
+what the model gets in RL.
 """
 
 import json
@@ -118,7 +118,7 @@ class _Turn:
 
 
 class Turns:
-    """How one chat template writes turns. `tools` and `variables` are those of a row.
+    """How one chat template writes turns. `tools` and `variables` come from a row.
 
     `known` has tried the template already, with other tools of the same tokenizer.
     """
@@ -262,7 +262,7 @@ class Turns:
     # --------------------------------------------------------------------- rows of turns
 
     def _groups(self, turns: Sequence[_Turn]) -> list[list[_Turn]]:
-        """Turns that one text holds: the text of each begins with that of the one before."""
+        """Turns that one text holds: the text of each begins with the text before it."""
         groups: list[list[_Turn]] = []
         for turn in turns:
             if groups and turn.text.startswith(groups[-1][-1].text[: groups[-1][-1].end]):

@@ -3,7 +3,7 @@
 A kernel is stored as float8 values, and a float32 scale for each output; experts have scales of
 their own. The scales are powers of two, so the dequantised weights are exact in bfloat16.
 The model computes with these weights; they have no gradient. A matmul dequantises them in the
-forward and in the backward pass, so no pass holds those of more than a few projections. One of few
+forward and in the backward pass, so no pass holds more than a few such copies. A matmul of few
 rows, as in a decode step, reads the values in float8 and scales its outputs, which gives the same
 bits.
 

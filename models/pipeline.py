@@ -7,8 +7,8 @@ result to the next stage. P micro-batches travel together, a convoy: they go v t
 ring, then the next convoy follows without a gap. So M micro-batches take M * v + P - 1 ticks, in
 which each stage idles P - 1 times.
 
-Outside of the layers, rows are spread over the stages as over replicas. Dense layers before those
-of experts are outside too. A conveyor moves against the ring. It brings each micro-batch of a
+Outside of the layers, rows are spread over the stages as over replicas. Dense layers before the
+experts' layers are outside too. A conveyor moves against the ring. It brings each micro-batch of a
 convoy from its owner to the first stage, and its result from the last stage back.
 
 Shape letters: B rows, T tokens, D hidden, P stages, C convoys, b rows of a micro-batch.
@@ -399,8 +399,8 @@ def _to_stages(
 
 def _of_turn(slot: Any, turn: jax.Array, x_bTD: jax.Array) -> tuple[Any, jax.Array]:
     """The weights of a slot in the round `turn`, and `x_bTD`, which they are for."""
-    # The barrier ties the weights to the tick. Otherwise XLA gathers those of all layers of the
-    # stage before the first one.
+    # The barrier ties the weights to the tick. Otherwise XLA gathers all layers of the stage
+    # before the first one.
     own = jax.tree.map(lambda weight: _nth(weight, turn), slot)
     leaves, tree = jax.tree.flatten((own, x_bTD))
     own, x_bTD = jax.tree.unflatten(tree, _tied(leaves))

@@ -154,7 +154,7 @@ class CheckpointManager:
         self._remove_deleted()
 
     def is_best(self, metrics: dict[str, float]) -> bool:
-        """True for metrics of a validation that are better than those of all checkpoints."""
+        """True for metrics of a validation that are better than in all checkpoints."""
         score = self._score(metrics)
         return bool(self._best.number) and score is not None and score > self._best.highest()
 

@@ -180,7 +180,7 @@ def finish(source: Source, values: dict[str, Any]) -> list[str]:
     each = set_sizes(source, values, notes)
     set_steps(source, values, notes, each)
     if source.trainer == "rloo" and each > 1:
-        notes.append("algorithm: TRL clips the ratio of a response, `rloo` that of each token")
+        notes.append("algorithm: TRL clips the ratio of a response, `rloo` the ratio of each token")
     _set_lengths(source, values, notes)
     if source.trainer in (*ONLINE, "ppo"):
         _set_rewards(source, values, notes)

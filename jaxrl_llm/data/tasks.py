@@ -158,7 +158,7 @@ def task_pairs(
 ) -> list[dict[str, Any]]:
     """Preference rows of a task: data_source, prompt, chosen, rejected, extra_info.
 
-    The problems are those of `task_rows` with the same arguments. Each gives one pair for each kind
+    `task_rows` gives the same problems for the same arguments. Each gives one pair for each kind
     of `WRONG_ANSWERS`. A hash of the problem's text seeds the wrong answers, so a pair does not
     depend on run, split or size. `extra_info["wrong"]` names the kind.
 

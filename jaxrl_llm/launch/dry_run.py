@@ -53,7 +53,7 @@ def dry_run(config: Config, *, show: int = 0) -> list[str]:
             *_folder_lines(config, folder),
             *_size_lines(config, data),
             *(_rows_lines(config, plan, tokenizer, show) if show else ()),
-            "stages of a step; a + joins those of one program",
+            "stages of a step; a + joins the stages of one program",
             *(f"  {_segment(segment)}" for segment in plan.at(1).program.segments),
             "models",
             *(f"  {_model(role)}" for role in plan.roles.values()),

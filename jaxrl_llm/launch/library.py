@@ -152,7 +152,7 @@ def evaluate(
 
     Args:
         overrides: changes of the config, as `load_config` takes them.
-        val_data, grader: replace those of the config.
+        val_data, grader: replace the config's.
         output: a file for the report, as JSON.
         answers: a file for every answer with its grade, as JSON lines.
 

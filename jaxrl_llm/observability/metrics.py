@@ -131,8 +131,8 @@ def performance_metrics(
 ) -> dict[str, float]:
     """timing_s/*, timing_per_token_ms/* and perf/* of a step, including memory.
 
-    `timings` has the seconds of each stage by its verl name, and those of the whole step as "step".
-    The time per token of generation counts response tokens; that of other stages counts all tokens.
+    `timings` has the seconds of each stage by its verl name, and of the whole step as "step".
+    The time per token of generation counts response tokens; other stages count all tokens.
     perf/throughput is tokens per second and device over the whole step.
     """
     num_tokens = num_prompt_tokens + num_response_tokens

@@ -44,7 +44,7 @@ class RunFiles:
         }
 
     def _curves(self) -> dict[str, Any]:
-        """By metric; those of a supervised training begin with the name of its folder."""
+        """By metric; names of a supervised training begin with the name of its folder."""
         found: dict[str, Any] = {}
         for path in [self.folder / METRICS, *sorted(self.folder.glob(f"*/{METRICS}"))]:
             prefix = "" if path.parent == self.folder else f"{path.parent.name}: "

@@ -149,8 +149,8 @@ class Spike(Watcher):
 
 @dataclass(frozen=True, kw_only=True)
 class Shift(Watcher):
-    """The median of the last few steps over that of the `window` before; the larger over the
-    smaller with `both`. A change of at most `least` never counts.
+    """The median of the last few steps over the median of the `window` before; the larger over
+    the smaller with `both`. A change of at most `least` never counts.
     """
 
     window: int = 50
@@ -219,8 +219,8 @@ class Hacking(Watcher):
     """Held-out scores fall while the training reward rises.
 
     An entry of a step is [held-out score or None, reward or None]. One of a validation is
-    [held-out score, mean reward since the held-out score before]. The history has those of the best
-    validation and of the three last ones, then those of the steps since.
+    [held-out score, mean reward since the held-out score before]. The history has the entries of
+    the best validation and of the three last ones, then of the steps since.
     """
 
     reward: str = "critic/score/mean"

@@ -2,7 +2,7 @@
 
 A GPU's trace names the instruction of each kernel, its program and its scopes. Asynchronous
 collectives have another name there than in the program's text. These are matched by their order,
-which is that of the text, because XLA launches what it scheduled in the order of the schedule.
+which equals the text's, because XLA launches what it scheduled in the order of the schedule.
 """
 
 import re
@@ -134,7 +134,7 @@ def _name(
 def _rows(
     events: Sequence[DeviceEvent], collectives: Sequence[Collective]
 ) -> dict[str, Collective]:
-    """The collective of each operation; those of which it is not certain are left out."""
+    """The collective of each operation; uncertain ones are left out."""
     by_name = {each.name: each for each in collectives}
     operations: dict[str, DeviceEvent] = {}  # in the order of their first launch
     for event in events:

@@ -295,7 +295,7 @@ class GroupFilter:
     """Takes in the rounds of one iteration and gives its batch; the samples stay on the devices.
 
     `column` is the column of `reward_parts` that must vary; None stands for the score.
-    `sharding` is that of batches. Without it they are NumPy arrays, and no device is touched.
+    `sharding` is the batches'. Without it they are NumPy arrays, and no device is touched.
     """
 
     config: FilterGroupsConfig

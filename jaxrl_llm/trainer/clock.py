@@ -146,8 +146,8 @@ def mfu_metrics(
     The FLOPs of a program are divided by its seconds and by the `peak` FLOPs a second of its
     devices. Passes before the update that are in the same program count. A program that generates
     is left out, because decoding is bound by memory. So is an update that has not begun at `step`,
-    and everything where `peak` is None. `lengths` are those of this process's samples, and every
-    process must call this.
+    and everything where `peak` is None. `lengths` belong to this process's samples, and
+    every process must call this.
     """
     metrics: dict[str, float] = {}
     if peak is None:

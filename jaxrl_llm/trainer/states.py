@@ -120,7 +120,7 @@ def _others(plan: Plan) -> list[str]:
 
 
 def _with_learner(plan: Plan, states: States, params: Params) -> States:
-    """All states; the learner's parameters, or those of its base, are consumed."""
+    """All states; the learner's parameters, or its base's, are consumed."""
     states |= plan.phases[-1].controller_state()
     role, config = plan.learner, plan.config
     if role.base:
@@ -210,7 +210,7 @@ def role_seed(config: Config, role: str) -> int:
 
 
 def seed_of_base(config: Config, base: str, learner: str) -> int:
-    """The seed of the frozen weights below adapters: that of the model that they stand for."""
+    """The seed of the frozen weights below adapters: the seed of the model that they stand for."""
     return role_seed(config, "critic" if base == CRITIC_BASE else learner)
 
 

@@ -297,21 +297,20 @@ def _pair(row: Mapping[str, Any], kind: str) -> tuple[Any, list[_Content]]:
     prompt, _ = _text_or_messages(row["prompt"], "prompt")
     if isinstance(prompt, str) and isinstance(chosen[0], list) and isinstance(rejected[0], list):
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):  # the answers may be whole conversations
-        asked = [message for message in prompt if message["role"] != "system"]
-        chosen, rejected = (_without(asked, answer) for answer in (chosen, rejected))
-    return prompt, [chosen, rejected]
+    if isinstance(prompt, str) or isinstance(chosen[0], str) or isinstance(rejected[0], str):
+        return prompt, [chosen, rejected]
+    if not all(_repeats(answer, prompt) for answer in (chosen[0], rejected[0])):
+        return prompt, [chosen, rejected]
+    system = prompt[:1] if prompt[0]["role"] == "system" != chosen[0][0]["role"] else []
+    prompt, answers = _split_common(chosen, rejected)
+    return [*system, *prompt], answers
 
 
-def _without(prompt: list[dict[str, Any]], answer: _Content) -> _Content:
-    """An answer without the prompt with which it begins."""
-    messages, learned = answer
-    if not isinstance(messages, list):
-        return answer
-    system = 1 if messages[0]["role"] == "system" and prompt[0] != messages[0] else 0
-    if messages[system : system + len(prompt)] != prompt:
-        return answer
-    return _from(answer, system + len(prompt))
+def _repeats(answer: list[dict[str, Any]], prompt: list[dict[str, Any]]) -> bool:
+    """Whether an answer is a whole conversation that begins with the prompt."""
+    asked = [message for message in prompt if message["role"] != "system"]
+    start = int(answer[0]["role"] == "system")
+    return bool(asked) and answer[start : start + len(asked)] == asked
 
 
 def _from(answer: _Content, start: int) -> _Content:

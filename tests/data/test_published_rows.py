@@ -78,6 +78,10 @@ def test_ultrafeedback(chat, chat_style, tmp_path):
     (pair,) = load_preferences(sources, chat, RULES).items
     assert marked(chat, pair.chosen) == f"{ASKED}⟦Sure.<|im_end|>⟧"
     assert marked(chat, pair.rejected) == f"{ASKED}⟦No.<|im_end|>⟧"
+    more = {"prompt": "Hello", "chosen": [USER, NO, USER, SURE], "rejected": [USER, NO, USER, NO]}
+    (tmp_path / "more").mkdir()
+    (longer,) = load_preferences(jsonl(tmp_path / "more", [more]), chat, RULES).items
+    assert marked(chat, longer.rejected) == f"{ASKED}No.<|im_end|>\n{ASKED}⟦No.<|im_end|>⟧"
     good, bad = load_unpaired(sources, chat, RULES).items
     assert (good.completion, good.label) == (pair.chosen, 1.0)
     assert (bad.completion, bad.label) == (pair.rejected, 0.0)
@@ -89,6 +93,16 @@ def test_a_prompt_of_messages_with_which_both_answers_begin(chat, tmp_path):
     plain = load_preferences(jsonl(tmp_path, [row]), chat, RULES).items
     short = {"prompt": [USER], "chosen": [SURE], "rejected": [NO]}
     assert plain == load_preferences(jsonl(tmp_path, [short]), chat, RULES).items
+    whole = {
+        "prompt": [system, USER],
+        "chosen": [system, USER, SURE],
+        "rejected": [system, USER, NO],
+    }
+    for asked in ([system, USER], [USER], "Hello"):  # the system of the answers is kept
+        (pair,) = load_preferences(jsonl(tmp_path, [whole | {"prompt": asked}]), chat, RULES).items
+        given = "<|im_start|>system\ns<|im_end|>\n" + ASKED
+        assert marked(chat, pair.chosen) == f"{given}⟦Sure.<|im_end|>⟧"
+        assert marked(chat, pair.rejected) == f"{given}⟦No.<|im_end|>⟧"
     sources = replace(jsonl(tmp_path, [row]), shape=Shape(system_prompt="s"))
     with_system = {"prompt": [system, USER], "chosen": [SURE], "rejected": [NO]}
     assert (

@@ -172,7 +172,7 @@ class ModelConfig:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}: every KV head serves the same number of query heads"
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.latent is None:  # there only a part of a head has rope
             raise ValueError(f"head_dim {self.head_dim} is odd: rope rotates pairs, make it even")
         if not self.sliding_window:
             object.__setattr__(self, "sliding_window", (None,) * self.num_layers)

@@ -130,7 +130,18 @@ class Router(Layer):
             chosen_BTK = jnp.where(is_replayed, replayed_BTK, chosen_BTK)
         weights_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, axis=-1)
         if self.mixture.normalized:
-            weights_BTK /= weights_BTK.sum(axis=-1, keepdims=True)
+            total_BT1 = weights_BTK.sum(axis=-1, keepdims=True)
+            if routing.chosen_BTLK is None:
+                weights_BTK /= total_BT1
+            else:
+                # The softmax over the chosen logits is the same number. All probabilities of
+                # replayed experts may be 0 in float32.
+                logits_BTK = jnp.take_along_axis(logits_BTE, chosen_BTK, axis=-1)
+                weights_BTK = jnp.where(
+                    total_BT1 > 0,
+                    weights_BTK / jnp.where(total_BT1 > 0, total_BT1, 1.0),
+                    jax.nn.softmax(logits_BTK, axis=-1),
+                )
         if (scaling := self.mixture.scaling) != 1.0:
             weights_BTK *= scaling
         if (real_BT := routing.real_BT) is not None:

@@ -62,6 +62,14 @@ def test_the_published_config_is_the_shape_and_goes_back():
     assert families.config_from_hf(PUBLISHED | {"model_type": "kimi_k2"}) == config
 
 
+def test_only_the_part_of_a_head_with_rope_must_be_even():
+    config = families.config_from_hf(PUBLISHED | {"qk_nope_head_dim": 127})
+    assert config.head_dim == 191 and config.rotary_dim == 64
+    assert families.config_from_hf(families.to_hf_config(config)) == config
+    with pytest.raises(ValueError, match="rotates 63 dims: take an even number"):
+        families.config_from_hf(PUBLISHED | {"qk_rope_head_dim": 63})
+
+
 def test_layers_that_predict_further_tokens_are_not_read():
     config = SHAPES["deepseek-v3"]
     for name, ignored in {"61.eh_proj": True, "60.mlp.other": False, "6.mlp.other": False}.items():

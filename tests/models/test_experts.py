@@ -214,6 +214,31 @@ def test_minus_one_leaves_the_choice_to_the_router():
     np.testing.assert_array_equal(chosen[:, 3:], given[:, 3:])
 
 
+def test_replayed_experts_without_probability_have_the_softmax_of_their_logits():
+    """The rollout's weights chose experts whose probability is 0 in float32 under the new ones."""
+    graphdef, state, x = experts()
+    # Every token gets the logits 0, -250, -251, -252: the last three have probability 0.
+    logits = jnp.array([0.0, -250.0, -251.0, -252.0])
+    state["router"]["kernel"].set_value(jnp.zeros((D, 4)).at[0].set(logits))
+    x = x.at[..., 0].set(1.0)
+    chosen = jnp.broadcast_to(jnp.array([1, 2], jnp.int16), (B, T, 2))
+
+    def total(state, x):
+        out, _ = nnx.merge(graphdef, state)(x, Routing(chosen_BTLK=chosen))
+        return out.sum(), out
+
+    (_, out), gradient = jax.value_and_grad(total, argnums=1, has_aux=True)(state, x)
+    weights = {p[-2]: np.asarray(v, np.float64) for p, v in flat(state).items()}
+    token = np.asarray(x[0, 0], np.float64)
+    shares = np.exp([0.0, -1.0]) / np.exp([0.0, -1.0]).sum()
+    expected = np.zeros(D)
+    for share, e in zip(shares, (1, 2), strict=True):
+        gate, up = token @ weights["gate"][e], token @ weights["up"][e]
+        expected += share * (gate / (1 + np.exp(-gate)) * up) @ weights["down"][e]
+    np.testing.assert_allclose(out[0, 0], expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(gradient).all()
+
+
 ROUTED = Routed(  # of two layers, three tokens and two experts, of which each token has one
     counts_E=jnp.array([[3.0, 0.0], [1.0, 2.0]]),
     probs_E=jnp.array([[2.5, 0.5], [1.25, 1.75]]),

@@ -46,7 +46,7 @@ T = 6
 
 def attend(q, k, v, cache, /, *, window):
     """Whole rows, or one token after those of a cache, which holds what it is given."""
-    assert q.shape[-1] in (10, 11, 256)
+    assert q.shape[-1] in (9, 10, 11, 256)
     if cache is None:
         return attention_reference(q, k, v), None
     if isinstance(cache, Kept):
@@ -58,9 +58,12 @@ def attend(q, k, v, cache, /, *, window):
 
 
 WIDE = replace(CONFIG, head_dim=134)  # whole rows are computed in heads of 256
+ODD = replace(CONFIG, head_dim=9)  # 5 dims without rope and 4 with it
 
 
-@pytest.mark.parametrize(("config", "adapted"), [(CONFIG, False), (CONFIG, True), (WIDE, False)])
+@pytest.mark.parametrize(
+    ("config", "adapted"), [(CONFIG, False), (CONFIG, True), (WIDE, False), (ODD, False)]
+)
 def test_a_decode_step_equals_the_whole_row(config, adapted):
     kind = config.layer_kinds[0]
     layer = LatentAttention(config, LATENT, kind=kind, form="separate", dtype="float32")

@@ -91,6 +91,9 @@ class OfSteps(ArrayReward):
         self.lengths[:] = [answers.lengths]
         return super().score(context, step, answers)
 
+    def left_out(self, context: Any, rows: int) -> np.ndarray:
+        return (self.lengths[0] == 1).astype(np.float32)
+
     def step_rewards(self, context: Any, shape: tuple[int, int]) -> np.ndarray:
         place = np.arange(shape[1])
         return np.where(place < self.lengths[0][:, None], (place + 1) / 10, 0).astype(np.float32)

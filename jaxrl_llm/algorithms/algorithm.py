@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.fields import check_fields, field_names, with_renamed_
 from jaxrl_llm.algorithms.importance import (
     corrected_in_the_update,
     importance_weighted,
+    off_policy_masked,
     sequence_weights,
     token_weights,
 )
@@ -22,6 +23,7 @@ from jaxrl_llm.algorithms.kl import (
     kl_in_reward,
     kl_penalty,
     make_kl_controller,
+    unbiased,
 )
 from jaxrl_llm.algorithms.rejection import reject
 from jaxrl_llm.config import Composed
@@ -49,7 +51,8 @@ class Algorithm:
     # None gives rewards by `advantages.score_to_rewards`
     kl_reward: Callable[..., Any] | None = None
     kl_controller: KLController = FixedKL(0.0)  # the `coef` of kl_reward
-    kl_loss: Callable[..., Any] | None = None  # (logprobs, reference_logprobs) -> kl [B, R]
+    # fields of log-probs, such as (logprobs, reference_logprobs) -> kl [B, R]
+    kl_loss: Callable[..., Any] | None = None
     kl_loss_coef: float = 0.0  # coefficient of the aggregated kl_loss in the loss
     entropy_coef: float = 0.0  # coefficient of the aggregated entropy, which is subtracted
     # fields -> (the field importance_weights [B, R], metrics); the policy loss multiplies by it
@@ -117,6 +120,8 @@ def compose(
     for fn in (advantage, policy_loss, value_loss):
         if fn is not None:
             check_settings(fn)
+    if s.off_policy_mask is not None:
+        policy_loss = off_policy_masked(policy_loss, most=s.off_policy_mask)
     correction = _correction(
         policy_loss,
         _importance(
@@ -128,10 +133,13 @@ def compose(
         bypass=s.bypass_mode,
     )
     kl_reward = _kl_in_reward(s)
+    kl_loss = _kl_in_loss(s.use_kl_loss, s.kl_loss_type, s.kl_loss_coef, s.kl_loss_unbiased)
     if s.bypass_mode:
         advantage = with_renamed_fields(advantage, TWO_POLICIES)
         if kl_reward:
             kl_reward["kl_reward"] = with_renamed_fields(kl_reward["kl_reward"], TWO_POLICIES)
+        if kl_loss:
+            kl_loss["kl_loss"] = with_renamed_fields(kl_loss["kl_loss"], TWO_POLICIES)
     return Algorithm(
         advantage=advantage,
         aggregate=aggregation(s.loss_aggregation, scale=s.loss_scale),
@@ -139,7 +147,7 @@ def compose(
         entropy_coef=s.entropy_coef,
         **correction,
         **kl_reward,
-        **_kl_in_loss(s.use_kl_loss, s.kl_loss_type, s.kl_loss_coef),
+        **kl_loss,
     )
 
 
@@ -210,8 +218,8 @@ def _kl_in_reward(s: Composed) -> dict[str, Any]:
     return {"kl_reward": partial(kl_in_reward, estimator=estimator), "kl_controller": made}
 
 
-def _kl_in_loss(on: bool, kind: str, coef: float) -> dict[str, Any]:
+def _kl_in_loss(on: bool, kind: str, coef: float, is_unbiased: bool) -> dict[str, Any]:
     estimator = kl_penalty(kind)
     if not on or coef == 0.0:
         return {}
-    return {"kl_loss": estimator, "kl_loss_coef": coef}
+    return {"kl_loss": unbiased(estimator) if is_unbiased else estimator, "kl_loss_coef": coef}

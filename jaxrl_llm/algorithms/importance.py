@@ -151,6 +151,31 @@ def importance_weighted(policy_loss: Callable[..., Any]) -> Callable[..., Any]:
     return FieldFunction(weighted, (*field_names(policy_loss), "importance_weights"))
 
 
+def off_policy_masked(policy_loss: Callable[..., Any], *, most: float) -> Callable[..., Any]:
+    """`policy_loss` without bad responses that the policy has left: loss 0, in the count as before.
+
+    A response is left where the mean over its tokens of rollout_logprobs - logprobs, an estimate of
+    KL(sampler || policy), is above `most`. Only tokens with a negative advantage lose their loss:
+    large gradients push such responses away further, good ones pull the policy back.
+
+    Metric: `actor/off_policy_masked`, 1 on tokens without their loss. DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1.
+    """
+    own = field_names(policy_loss)
+    reads = tuple(dict.fromkeys((*own, "logprobs", "rollout_logprobs", "advantages", "mask")))
+
+    def kept(*values: Any) -> Any:
+        fields = dict(zip(reads, values, strict=True))
+        loss, metrics = policy_loss(*(fields[name] for name in own))
+        gap = jax.lax.stop_gradient(fields["rollout_logprobs"] - fields["logprobs"])
+        left = masked_mean(gap, fields["mask"], axis=1)[:, None] > most
+        hidden = left & (fields["advantages"] < 0) & (fields["mask"] != 0)
+        metrics = metrics | {"actor/off_policy_masked": hidden.astype(jnp.float32)}
+        return jnp.where(hidden, 0.0, loss), metrics
+
+    return FieldFunction(kept, reads)
+
+
 def corrected_in_the_update(
     policy_loss: Callable[..., Any],
     importance: Callable[..., Any] | None,

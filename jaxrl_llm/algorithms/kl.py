@@ -6,7 +6,7 @@ KL(first || second). Schulman, "Approximating KL divergence",
 http://joschu.net/blog/kl-approx.html
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,16 +104,34 @@ def kl_penalty(name: str) -> Estimator:
     return straight_through(KL_ESTIMATORS[base]) if name.endswith("+") else KL_ESTIMATORS[base]
 
 
+def unbiased(estimator: Estimator) -> Callable[..., Tokens]:
+    """`estimator` weighted by the ratio to the old policy: pi / pi_old * estimate.
+
+    The samples are of the old policy. So the plain mean is of the old policy's tokens, and the
+    gradient of k3 is biased; it grows without bound where the policy drops a token that the
+    reference likes. The weighted mean and its gradient are unbiased for KL(policy || reference).
+    The log-ratio is clamped to ±20. DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
+    """
+
+    def estimate(logprobs: Tokens, reference_logprobs: Tokens, old_logprobs: Tokens) -> Tokens:
+        ratio = jnp.exp(clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        return ratio * estimator(logprobs, reference_logprobs)
+
+    return estimate
+
+
 def masked_kl(
-    estimator: Estimator, logprobs: Tokens, reference_logprobs: Tokens, mask: Tokens
+    estimator: Callable[..., Tokens], fields: Mapping[str, Tokens], mask: Tokens
 ) -> Tokens:
     """The estimate at each token of the mask; value and gradient are 0 elsewhere.
+
+    `fields` has the log-probs that the estimator reads, by the names of its parameters.
 
     Guarantees: padding may hold any number, also NaN. The inputs are masked first, because 0 times
     a gradient that is not finite is NaN.
     """
-    first, second = (jnp.where(mask != 0, x, 0.0) for x in (logprobs, reference_logprobs))
-    return jnp.where(mask != 0, estimator(first, second), 0.0)
+    policies = (jnp.where(mask != 0, fields[name], 0.0) for name in field_names(estimator))
+    return jnp.where(mask != 0, estimator(*policies), 0.0)
 
 
 def kl_in_reward(
@@ -129,7 +147,8 @@ def kl_in_reward(
 
     `coef` is the state of the KL controller. Both are 0 outside the mask and have no gradient.
     """
-    kl = masked_kl(estimator, old_logprobs, reference_logprobs, mask)
+    policies = {"logprobs": old_logprobs, "reference_logprobs": reference_logprobs}
+    kl = masked_kl(estimator, policies, mask)
     return jax.lax.stop_gradient((score_to_rewards(scores, mask) - coef * kl, kl))
 
 

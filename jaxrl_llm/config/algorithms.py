@@ -88,6 +88,11 @@ class Shared(Online):
     use_kl_loss: bool = False  # whether the loss has a KL term to the reference
     kl_loss_type: KLType = "low_var_kl"  # estimator of the KL in the loss
     kl_loss_coef: float = 0.001  # coefficient of the KL in the loss
+    # Whether the KL in the loss is weighted by the ratio to the old policy, as in DeepSeek-V3.2.
+    kl_loss_unbiased: bool = False
+    # Largest mean gap of log-probs, sampler - policy, of a response with negative advantages. Above
+    # it the response has loss 0, as in DeepSeek-V3.2. null: off.
+    off_policy_mask: Maybe[Positive] = None
     # Importance weights for the gap between sampler and trainer, of tokens or whole responses.
     rollout_is: Maybe[Literal["token", "sequence"]] = None
     # Largest weight, or a band "0.5_2.0" outside of which weights are 0. null: 2; with

@@ -74,7 +74,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "reward": {"learning_rate": 1e-4, "max_length": 1024},
     "grpo": GROUP_DEFAULTS
-    | {"num_generations": 8, "beta": 0.0, "loss_type": "dapo", "scale_rewards": "group"},
+    | {
+        "num_generations": 8,
+        "beta": 0.0,
+        "use_bias_correction_kl": True,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+    },
     "rloo": GROUP_DEFAULTS | {"num_generations": 2, "beta": 0.05},
     "ppo": {
         "learning_rate": 3e-6,
@@ -182,6 +188,7 @@ def _beta(value: Any, source: Source) -> Answer:
                 "algorithm.use_kl_loss": bool(value),
                 "algorithm.kl_loss_coef": float(value),
                 "algorithm.kl_loss_type": "k3_unclamped",
+                "algorithm.kl_loss_unbiased": bool(value and source.get("use_bias_correction_kl")),
             },
             "in the loss",
         )
@@ -427,8 +434,8 @@ GROUPS: dict[str, Rule] = {
     "normalize_advantages": not_null("`algorithm=reinforce_plus_plus` whitens over the batch"),
     "reward_clip_range": not_null("clip in the reward function"),
     "sync_ref_model": not_null("the reference is the policy at the start"),
-    "off_policy_mask_threshold": not_null("`algorithm.rollout_rs` rejects sequences"),
-    "use_bias_correction_kl": not_null("the KL is not reweighted"),
+    "off_policy_mask_threshold": "algorithm.off_policy_mask",
+    "use_bias_correction_kl": part_of("algorithm.kl_loss_unbiased"),
     "reward_funcs": part_of("reward.functions"),
     "reward_weights": lambda value, source: Ours(
         {"reward.weights": [float(weight) for weight in many(value)]}

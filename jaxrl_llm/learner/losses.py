@@ -100,7 +100,8 @@ class PolicyLoss:
             current["entropy"] = entropy
         if top is not None:
             current["top_logprobs"] = top
-        if "old_logprobs" in reads:
+        kl_reads = () if algorithm.kl_loss is None else field_names(algorithm.kl_loss)
+        if "old_logprobs" in (*reads, *kl_reads):
             # Before the first update, old and current log-probs are the same function of the same
             # parameters. Two compilations of it may differ in the last bit; the ratio must not.
             # Later mini-batches pack the samples into other rows, which rounds otherwise: without
@@ -121,7 +122,7 @@ class PolicyLoss:
             total = total - algorithm.entropy_coef * bonus
             metrics["actor/entropy_loss"] = bonus
         if algorithm.kl_loss is not None:
-            kl = masked_kl(algorithm.kl_loss, logprobs, part["reference_logprobs"], mask)
+            kl = masked_kl(algorithm.kl_loss, current, mask)
             term = algorithm.aggregate(kl, mask, **counts)
             total = total + algorithm.kl_loss_coef * term
             metrics["actor/kl_loss"] = term

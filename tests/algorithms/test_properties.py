@@ -141,9 +141,7 @@ def chain(algorithm: Algorithm, fields: dict[str, jax.Array]) -> tuple[jax.Array
         if algorithm.value_loss is not None:
             loss += _aggregated(algorithm, algorithm.value_loss, known)
         if algorithm.kl_loss is not None:
-            kl = masked_kl(
-                algorithm.kl_loss, known["logprobs"], known["reference_logprobs"], policy_mask
-            )
+            kl = masked_kl(algorithm.kl_loss, known, policy_mask)
             loss += algorithm.kl_loss_coef * _aggregate(algorithm, kl, policy_mask)
         return loss
 

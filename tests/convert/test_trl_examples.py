@@ -94,6 +94,9 @@ def test_ppo_reads_the_policy_from_sft_model_path():
         ("", {"loss_aggregation": "token-mean", "use_kl_loss": False, "norm_adv_by_std": True}),
         ("--beta 0.04", {"use_kl_loss": True, "kl_loss_coef": 0.04}),
         ("--beta 0.04", {"kl_loss_type": "k3_unclamped"}),
+        ("--beta 0.04", {"kl_loss_unbiased": True}),  # TRL's default
+        ("--beta 0.04 --use_bias_correction_kl false", {"kl_loss_unbiased": False}),
+        ("--off_policy_mask_threshold 0.2", {"off_policy_mask": 0.2}),
         ("--scale_rewards none", {"norm_adv_by_std": False}),
         ("--loss_type dr_grpo", {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 512}),
         ("--loss_type bnpo --epsilon_high 0.3", {"clip_low": 0.2, "clip_high": 0.3}),

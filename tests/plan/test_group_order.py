@@ -128,7 +128,7 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
     config = replace(config, rollout=replace(config.rollout, top_k=20))  # for rollout_kept
     config = packed(config, row_tokens) if row_tokens else config
     mesh = make_mesh(devices=jax.devices()[:1])
-    reward = OfSteps(even_tokens)
+    reward = OfSteps(even_tokens, masks=True)
     (iteration,) = plan_online(config, load_tokenizer("char"), mesh, reward).phases
 
     def run(batch):

@@ -217,28 +217,32 @@ class Turns:
     def _turn(self, messages: Sequence[Message], index: int) -> _Turn:
         message = messages[index]
         text = self._render(messages[: index + 1])
-        before = self._render(messages[:index], prompt=True) if index else ""
-        if not index:
-            start = self._first_start(text)
-        else:
-            start = len(before) if text.startswith(before) else self._after_header(messages, index)
+        start = self._start(messages, index, text)
         self._check_thinking(message, text[start:])
         calls = bool(message.get("tool_calls"))
-        end, stop = self.end(calls=calls), len(text)
-        if end.token and not end.begins_next and end.token in text[start:]:
-            closing = len(end.token) + len(end.after)
-            is_last = text.endswith(end.token + end.after)
-            stop = (len(text) - closing if is_last else text.rindex(end.token)) + len(end.token)
-            return _Turn(index, text, start, stop, False, calls)
-        return _Turn(index, text, start, stop, True, calls)
+        end = self.end(calls=calls)
+        if not end.token or end.begins_next or end.token not in text[start:]:
+            return _Turn(index, text, start, len(text), is_open=True, calls=calls)
+        if text.endswith(end.token + end.after):
+            stop = len(text) - len(end.after)
+        else:
+            stop = text.rindex(end.token) + len(end.token)
+        return _Turn(index, text, start, stop, is_open=False, calls=calls)
+
+    def _start(self, messages: Sequence[Message], index: int, text: str) -> int:
+        """The place in a text where its last message begins, behind the generation prompt."""
+        if not index:
+            return self._first_start(text)
+        before = self._render(messages[:index], prompt=True)
+        return len(before) if text.startswith(before) else self._after_header(messages, index)
 
     def _first_start(self, text: str) -> int:
-        """Where a turn begins that is the first message: after the header of the dummy turn."""
+        """The place where a first message begins: behind the header of a dummy turn."""
         dummy = self._render([{"role": "assistant", "content": SAID}])
         return len(commonprefix([dummy[: dummy.rfind(SAID)], text]))
 
     def _after_header(self, messages: Sequence[Message], index: int) -> int:
-        """Where a turn begins whose header is not the generation prompt, as in DeepSeek-R1."""
+        """The place of a turn whose header is not the generation prompt, as in DeepSeek-R1."""
         before, text = self._render(messages[:index]), self._render(messages[: index + 1])
         user, answer = [USER], [USER, {"role": "assistant", "content": SAID}]
         short = self._render(user)
@@ -408,10 +412,10 @@ class Turns:
 
     @property
     def _form(self) -> _Form:
-        return self._known._own_form
+        return self._known._tried_form
 
     @cached_property
-    def _own_form(self) -> _Form:
+    def _tried_form(self) -> _Form:
         """The form of messages that the template writes, found by trying."""
         as_parts = {"role": "user", "content": [{"type": "text", "text": DUMMY}]}
         parts = self._writes([USER], DUMMY) is False and bool(self._writes([as_parts], DUMMY))

@@ -7,6 +7,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -17,6 +18,8 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+
+from jaxrl_llm.tokenizer import HFTokenizer
 
 KINDS = ("byte", "blank", "first")
 TEXT = [
@@ -100,3 +103,10 @@ def write_tokenizer(
         ids = [fast.token_to_id(token) for token in stops]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
+
+
+def open_tokenizer(folder: Path, *args: Any, **options: Any) -> HFTokenizer:
+    """What `write_tokenizer` writes, opened. Its template ends, so no process needs to try it."""
+    tokenizer = HFTokenizer(write_tokenizer(folder, *args, **options))
+    tokenizer._trial = ""
+    return tokenizer

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from turn_tokenizers import write_tokenizer
+from turn_tokenizers import open_tokenizer
 
-from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.turns import Turns
 
 VECTORS = Path(__file__).parent / "golden"
@@ -19,7 +18,7 @@ class Recorded:
 
     def __init__(self, case, folder, template):
         self._case = case
-        self._renderer = load_tokenizer(write_tokenizer(folder, template, CHATML))
+        self._renderer = open_tokenizer(folder, template, CHATML)
         self._texts = {int(i): text for i, text in case["pieces"].items()}
         self.model_stop_ids = (case["end_of_turn_id"],)
         self.added_tokens = {"<|im_end|>": (case["end_of_turn_id"], True)}

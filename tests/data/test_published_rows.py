@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import turn_templates as templates
 from pyarrow import parquet
-from turn_tokenizers import BOS, EOS, write_tokenizer
+from turn_tokenizers import BOS, EOS, open_tokenizer, write_tokenizer
 
 from jaxrl_llm.config import Config, DataConfig
 from jaxrl_llm.data.dataset import (
@@ -38,7 +38,7 @@ def chat(tmp_path_factory):
     """ChatML with tools; variables of the template show in a text."""
     template = "{% if brief is defined %}brief={{ brief }} {% endif %}" + templates.TOOLS
     folder = tmp_path_factory.mktemp("chat")
-    return load_tokenizer(write_tokenizer(folder, template, CHATML, eos="<|im_end|>"))
+    return open_tokenizer(folder, template, CHATML, eos="<|im_end|>")
 
 
 def jsonl(folder, rows):
@@ -347,7 +347,7 @@ def test_columns_of_images_are_refused(streaming, chat, tmp_path):
 
 
 def test_tools_that_a_template_does_not_read_are_told(tmp_path, caplog):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", templates.CHATML, CHATML))
+    tokenizer = open_tokenizer(tmp_path / "t", templates.CHATML, CHATML)
     load_examples(
         jsonl(tmp_path, [{"messages": [USER, SURE], "tools": [tool("f")]}] * 3), tokenizer, RULES
     )
@@ -391,7 +391,7 @@ def token_id(config, token):
 
 
 def test_a_turn_is_a_row_where_the_template_drops_thinking(tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", templates.QWEN3, CHATML))
+    tokenizer = open_tokenizer(tmp_path / "t", templates.QWEN3, CHATML)
     why = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nSure."}
     sources = jsonl(tmp_path, [{"messages": [USER, why, USER, why]}])
     assert len(learned(load_examples, sources, tokenizer)) == 2

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import turn_templates as templates
-from turn_tokenizers import write_tokenizer
+from turn_tokenizers import open_tokenizer
 
 from jaxrl_llm.data.dataset import Sources
 from jaxrl_llm.data.shown_rows import shown_rows
-from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
+from jaxrl_llm.tokenizer import CharTokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 USER, SURE = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Sure."}
@@ -22,7 +22,7 @@ def lines(folder, rows, purpose, tokenizer, count=2):
 
 def test_a_conversation_shows_its_turns_and_the_ends(tmp_path):
     special = ["<|im_start|>", "<|im_end|>"]
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", templates.CHATML, special))
+    tokenizer = open_tokenizer(tmp_path / "t", templates.CHATML, special)
     first, name, *shown, ends = lines(tmp_path, [{"messages": [USER, SURE]}], "examples", tokenizer)
     assert first.startswith("tokens of the first rows")
     assert name == f"{tmp_path}/x.jsonl, rows of the format messages"

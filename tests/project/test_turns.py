@@ -5,10 +5,9 @@ import re
 
 import pytest
 import turn_templates as templates
-from turn_tokenizers import BOS, EOS, KINDS, write_tokenizer
+from turn_tokenizers import BOS, EOS, KINDS, open_tokenizer
 from turn_vectors import check_suffix
 
-from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.turns import TurnEnd
 
 SYSTEM = {"role": "system", "content": "You are brief."}
@@ -187,7 +186,7 @@ def marked(tokenizer, pieces):
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_the_templates_own_text_with_the_turns_learned(name, kind, tmp_path):
     template, special, messages, tools, expected = CASES[name]
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template, special, kind=kind))
+    tokenizer = open_tokenizer(tmp_path, template, special, kind=kind)
     rows = rows_of(tokenizer, messages, tools)
     assert len(rows) == len(expected)
     for pieces, text in zip(rows, expected, strict=True):
@@ -206,7 +205,7 @@ def test_rows_are_the_templates_own_text_with_the_turns_learned(name, kind, tmp_
 def test_the_first_learned_token_is_no_blank_of_the_tokenizer(kind, tmp_path):
     """An answer that is encoded alone gets one with two of the three kinds."""
     special = ["<|user|>", "<|assistant|>", "<|end|>"]
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, templates.PHI3, special, kind=kind))
+    tokenizer = open_tokenizer(tmp_path, templates.PHI3, special, kind=kind)
     (pieces,) = rows_of(tokenizer, [HELLO, SURE, BYE, FOUR], ())
     learned = [piece.ids for piece in pieces if piece.learned]
     begins = tokenizer.encode("x\nSure.<|end|>")[len(tokenizer.encode("x\n")) :]
@@ -217,7 +216,7 @@ def test_the_first_learned_token_is_no_blank_of_the_tokenizer(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_that_holds_both_sides_of_a_place_is_split_there(kind, tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, templates.BARE, [], kind=kind))
+    tokenizer = open_tokenizer(tmp_path, templates.BARE, [], kind=kind)
     whole = tokenizer.encode("The weather")
     assert len(whole) < len(tokenizer.encode("The wea")) + 4
     given, answer = tokenizer.encode_parts("The weather", [7])
@@ -231,14 +230,14 @@ def test_a_token_that_holds_both_sides_of_a_place_is_split_there(kind, tmp_path)
 
 def test_an_answer_that_continues_a_blank_of_the_prompt(tmp_path):
     """In RL the prompt ends with the blank, so the answer is learned without it."""
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, templates.BARE, []))
+    tokenizer = open_tokenizer(tmp_path, templates.BARE, [])
     given, answer = tokenizer.encode_parts("User: Hello", [6])
     assert given == tokenizer.encode("User: ")
     assert tokenizer.decode(answer) == "Hello"
 
 
 def test_thinking_is_kept_in_one_row_by_a_key(tmp_path):
-    qwen = load_tokenizer(write_tokenizer(tmp_path / "q", templates.QWEN3, CHATML))
+    qwen = open_tokenizer(tmp_path / "q", templates.QWEN3, CHATML)
     (pieces,) = rows_of(qwen, [HELLO, WHY, BYE, SO], (), keep_thinking=True)
     text = (
         f"{ASKED}⟦<think>\nwhy\n</think>\n\nSure.<|im_end|>⟧{AGAIN}"
@@ -248,7 +247,7 @@ def test_thinking_is_kept_in_one_row_by_a_key(tmp_path):
     assert [i for p in pieces for i in p.ids] == qwen.encode(re.sub("[⟦⟧]", "", text))
 
     special = ["<|User|>", "<|Assistant|>", "<|end_of_sentence|>"]
-    r1 = load_tokenizer(write_tokenizer(tmp_path / "r", templates.R1, special))
+    r1 = open_tokenizer(tmp_path / "r", templates.R1, special)
     with pytest.raises(ValueError, match="template of .* drops the thinking.*keep_thinking=true"):
         rows_of(r1, [HELLO, WHY, BYE, SO], ())
     (pieces,) = rows_of(r1, [HELLO, WHY, BYE, SO], (), keep_thinking=True)
@@ -257,7 +256,7 @@ def test_thinking_is_kept_in_one_row_by_a_key(tmp_path):
         "<|User|>Bye<|Assistant|><think>\n⟦so\n</think>\n\nIt is 4.<|end_of_sentence|>⟧"
     )
 
-    glm = load_tokenizer(write_tokenizer(tmp_path / "g", *CASES[GLM_CASE][:2]))
+    glm = open_tokenizer(tmp_path / "g", *CASES[GLM_CASE][:2])
     (pieces,) = rows_of(glm, CASES[GLM_CASE][2], (), keep_thinking=True)
     assert marked(glm, pieces) == CASES[GLM_CASE][4][0]
 
@@ -284,14 +283,14 @@ GLM_CASE = "the next message begins with the end token"
     ],
 )
 def test_what_a_template_cannot_write_is_refused_by_its_name(template, messages, message, tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template, CHATML))
+    tokenizer = open_tokenizer(tmp_path, template, CHATML)
     with pytest.raises(ValueError, match=message) as error:
         rows_of(tokenizer, messages, ())
     assert "the chat template" in str(error.value)
 
 
 def test_completions_end_with_the_turn_and_are_one_row(tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, templates.QWEN3, CHATML))
+    tokenizer = open_tokenizer(tmp_path, templates.QWEN3, CHATML)
     turns = tokenizer.turns()
     pieces = turns.completion([HELLO, WHY, BYE, SO], [3])
     text = f"{ASKED}Sure.<|im_end|>{AGAIN}⟦<think>\nso\n</think>\n\nIt is 4.<|im_end|>⟧"
@@ -318,7 +317,7 @@ def test_completions_end_with_the_turn_and_are_one_row(tmp_path):
 def test_the_end_of_a_turn_stops_generation_and_is_told(
     template, special, end, calls, stops, tmp_path, caplog
 ):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template, special))
+    tokenizer = open_tokenizer(tmp_path, template, special)
     assert (tokenizer.turns().end(), tokenizer.turns().end(calls=True)) == (end, calls)
     assert len(tokenizer.stop_ids) == stops
     told = "\n".join(record.getMessage() for record in caplog.records)

@@ -150,7 +150,7 @@ def prompt_of(
     row = _with_parsed_reward_model(row)
     value, _ = _text_or_messages(row["prompt"], "prompt")
     if isinstance(value, str):
-        _tools(row)  # checks the column
+        _refuse_tools(row)
         text, ids = value, _with_bos(tokenizer.encode(value), tokenizer)
     else:
         text = _turns(row, tokenizer).prompt(value)
@@ -331,6 +331,7 @@ def _answered(
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             raise ValueError("the prompt is a string and its completion a list of messages")
+        _refuse_tools(row)
         asked, ids = tokenizer.encode_parts(prompt + completion, [len(prompt)])
         pieces = [Piece(_with_bos(asked, tokenizer), False, "prompt")]
         return [*pieces, Piece(ids, True, "completion"), *_end(ids, tokenizer)]
@@ -504,6 +505,14 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"column 'tools' holds {type(tools).__name__}, not a list")
     return tools
+
+
+def _refuse_tools(row: Mapping[str, Any]) -> None:
+    """ValueError for tools of a row whose prompt is a text: no template writes them."""
+    if _tools(row):
+        raise ValueError(
+            "column 'tools' needs a prompt of messages: set --config.data.prompt_style=chat"
+        )
 
 
 def _with_bos(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -357,6 +357,15 @@ def test_tools_that_a_template_does_not_read_are_told(tmp_path, caplog):
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("load", [load_prompts, load_examples])
+def test_tools_of_a_text_are_refused(load, chat, tmp_path):
+    row = {"prompt": "Hello", "completion": "Sure.", "tools": [tool("f")]}
+    sources = jsonl(tmp_path, [row])
+    with pytest.raises(ValueError, match="column 'tools' needs a prompt of messages"):
+        load(sources, chat, RULES)
+    assert load(replace(sources, shape=Shape(chat=True)), chat, RULES).items
+
+
 def test_one_bos_where_the_text_has_it_already(tmp_path):
     """A prompt, a pair and a text that a user's template wrote."""
     folder = write_tokenizer(tmp_path / "t", templates.CHATML, CHATML)

@@ -15,6 +15,7 @@ from typing import NoReturn
 from jaxrl_llm.checkpoint.save_failures import SaveFailed
 from jaxrl_llm.config import ConfigError, UnknownKeyError
 from jaxrl_llm.launch import pipes
+from jaxrl_llm.observability.status import STATUS
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
@@ -117,6 +118,7 @@ def _is_one_of_several() -> bool:
 
 def leave(code: int) -> NoReturn:
     """End this process at once."""
+    STATUS.end()  # which shows the cursor again
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a terminal that was closed
             stream.flush()

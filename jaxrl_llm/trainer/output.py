@@ -7,7 +7,7 @@ import platform
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ from jaxrl_llm.program.stage import StepContext
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
+from jaxrl_llm.supervision.signals import send_to_null
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.typed_records.tree import described
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
@@ -472,8 +473,10 @@ class Summary:
 def print_summary(summary: Summary, config: Config) -> None:
     """Print what changed, how fast, and where everything is. Only process 0 prints."""
     if is_main():
-        with suppress(OSError):  # the terminal was closed: metrics.jsonl has everything
+        try:
             print("\n".join(summary_lines(summary, config)), flush=True)
+        except OSError:  # the terminal was closed: what is left to print is dropped
+            send_to_null(1)
 
 
 def _word(path: Path) -> str:

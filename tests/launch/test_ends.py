@@ -1,6 +1,7 @@
 """How a command ends: exit codes, Ctrl-C while it imports, a reader that ends before it."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -150,6 +151,33 @@ def test_ctrl_c_in_a_program_waits_for_the_imports():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+SUMMARY = """
+import sys
+from pathlib import Path
+from jaxrl_llm.config import Config
+from jaxrl_llm.launch.main import run
+from jaxrl_llm.trainer.output import RunTotals, Summary, print_summary
+
+def work(arguments):
+    sys.stdin.read()
+    here = Path("run")
+    settings = {"run_dir": here, "step": 1, "seconds": 1.0, "interrupted": False}
+    print_summary(Summary(totals=RunTotals(), checkpoint=here, **settings), Config())
+
+run(work)
+"""
+
+
+def test_a_terminal_that_was_closed_does_not_fail_a_finished_run():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", SUMMARY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs) as process:
+        os.close(theirs)
+        os.close(ours)
+        process.communicate(b"", timeout=60)
+    assert process.returncode == 0
 
 
 WRITES = """

@@ -39,6 +39,10 @@ _NO_ADAPTERS = {
     "actor.lora.rank": "rl_step --workload=grpo_lora measures adapters",
     "critic.lora.rank": "rl_step measures adapters: --workload=ppo --config.critic.lora.rank=N",
 }
+_NO_FILTERS = dict.fromkeys(
+    ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
+    "the check compares log-probs of the whole softmax; rl_step measures filters",
+)
 _NO_SIZES: dict[str, str] = dict.fromkeys(
     STEP_SIZES, "it does nothing here; --batch, --prompt, --response and --groups set the sizes"
 )
@@ -50,6 +54,7 @@ COMMANDS = {
         flags=("lengths", "compiler_option"),
         peers=("vllm_generation",),
         refused=_NO_SIZES
+        | _NO_FILTERS
         | {"rollout.temperature": "the check compares log-probs at temperature 1"},
     ),
     "training": Command(

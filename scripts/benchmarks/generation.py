@@ -199,9 +199,6 @@ class Generation(Case):
         sampling = SamplingParams(
             max_new_tokens=max(self.work.limits),
             temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
         )
         return generate_on_mesh(
             self.spec,

@@ -207,6 +207,7 @@ def test_peak_of_a_device(kind, peak):
         (["training", "--config.actor.ppo_epochs=2"], "--batch"),
         (["attention", "--config.actor.remat=true"], "takes no --config"),
         (["generation", "--config.rollout.temperature=0.5"], "temperature 1"),
+        (["generation", "--config.rollout.top_p=0.9"], "rl_step measures filters"),
         (["generation", "--groups=1000x8"], "128x8"),
         (["rl_step", "--batch=4"], "--groups"),
         (["training", "--head_dim=96"], "belongs to attention"),

@@ -19,9 +19,9 @@ WHITEN_EPS = 1e-8  # added to the variance, as verl does
 
 
 def clip(x: Float[Array, "*shape"], low: float, high: float) -> Float[Array, "*shape"]:
-    """x within [low, high], with the gradient of torch.clamp: 1 on both bounds, 0 outside.
+    """x within [low, high], with gradient 1 on both bounds and 0 outside.
 
-    `jnp.clip` has gradient 0.5 on a bound.
+    So has torch.clamp up to torch 2.13. On a bound, `jnp.clip` has 0.5, and later torch has 0.
     """
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 

@@ -8,8 +8,9 @@ from jaxrl_llm.models.rope import DynamicRope, LongRope, RopeScaling
 
 Kind = Literal["causal_lm", "scalar"]
 SWIGLU_ALPHA = 1.702  # factor in gpt-oss's activation, `experts.clamped_swiglu`
-# Name of a sigmoid router's parameter that is added to the scores for the choice alone. It stays
-# float32 and has no gradient; `learner/router_balance.py` changes it.
+# Names of a sigmoid router's parameters, which are float32 in every dtype of the model.
+CENTROIDS = "centroids"  # the vector of each expert that a token is multiplied with, [D, E]
+# Added to the scores for the choice alone. No gradient: `learner/router_balance.py` changes it.
 BALANCE = "balance"
 
 

@@ -6,10 +6,11 @@ The first layers are dense. Multi-token prediction layers of the files are not r
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.models import hf as common
-from jaxrl_llm.models.config import BALANCE, Kind, Latent, Mixture, ModelConfig
+from jaxrl_llm.models.config import BALANCE, CENTROIDS, Kind, Latent, Mixture, ModelConfig
 from jaxrl_llm.models.hf import HFTensor, Names, Path, value_of
 
 __all__ = ["ARCHITECTURES", "config_from_hf", "hf_names", "to_hf_config"]
@@ -107,6 +108,8 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
         names |= _attention_names(config, latent, (*layer, "attention"), f"{prefix}.self_attn")
         if config.mixture_of(i) is not None:
             mlp, E = (*layer, "mlp"), mixture.num_experts
+            gate = names.pop((*mlp, "router", "kernel")).parts[0]
+            names[*mlp, "router", CENTROIDS] = replace(gate, dtype="float32")
             names[*mlp, "router", BALANCE] = HFTensor(
                 f"{prefix}.mlp.gate.e_score_correction_bias", (E,), (E,), dtype="float32"
             )

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.mesh import axis_size
 from jaxrl_llm.kernels.flash_attention import gathered
-from jaxrl_llm.models.config import BALANCE, Mixture, ModelConfig
+from jaxrl_llm.models.config import BALANCE, CENTROIDS, Mixture, ModelConfig
 from jaxrl_llm.models.expert_dispatch import exchanges_rows
 from jaxrl_llm.models.expert_exchange import rows_by_exchange
 from jaxrl_llm.models.expert_rows import Kernels, Stack, Stacked, computed_experts, permuted
@@ -97,25 +97,33 @@ class Router(Layer):
     """Chooses K experts for each token. Logits, probabilities and weights are float32.
 
     With sigmoid scores, a bias that is not in the weights balances the choice (arXiv:2408.15664).
+    Then the parameters are float32 in every dtype of the model, as in transformers.
     """
 
     def __init__(self, config: ModelConfig, mixture: Mixture, *, dtype: DTypeLike) -> None:
         self.mixture = mixture
         # Small, and every device needs all of it: only the storage is split.
         shape = (config.hidden_size, mixture.num_experts)
-        self.kernel = parameter(shape, ("embed", "norm"), "normal", dtype)
+        kernel = partial(parameter, shape, ("embed", "norm"), "normal")
         biased = config.expert_bias
         self.bias = parameter(shape[1:], ("norm",), "zeros", dtype) if biased else None
         if mixture.scores == "sigmoid":
+            setattr(self, CENTROIDS, kernel(jnp.float32))
             setattr(self, BALANCE, parameter(shape[1:], ("norm",), "zeros", jnp.float32))
+        else:
+            self.kernel = kernel(dtype)
 
     def __call__(self, x_BTD: jax.Array, routing: Routing) -> Choice:
         """Choose the experts of each token. Any dims may be in place of B and T."""
         E, K = self.mixture.num_experts, self.mixture.experts_per_token
+        if self.mixture.scores == "sigmoid":
+            x_BTD, kernel_DE = x_BTD.astype(jnp.float32), getattr(self, CENTROIDS)[...]
+        else:
+            kernel_DE = self.kernel[...].astype(x_BTD.dtype)
         logits_BTE = jnp.einsum(
             "...D,DE->...E",
             x_BTD,
-            self.kernel[...].astype(x_BTD.dtype),
+            kernel_DE,
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )

@@ -4,6 +4,7 @@ The model is described in arXiv:2508.10925.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.models import hf as common
@@ -79,6 +80,9 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
     for i in range(config.num_layers):
         path, prefix = ("decoder", "layers", str(i), "mlp"), f"model.layers.{i}.mlp"
         names |= _expert_names(config.hidden_size, mixture, path, prefix)
+    for path, norm in names.items():
+        if path[-1] == "scale":
+            names[path] = replace(norm.parts[0], kept_from_float16=True)  # as in transformers
     return names
 
 

@@ -39,6 +39,7 @@ class HFTensor:
     turn: int = 0
     of_turns: int = 1
     dtype: str | None = None  # dtype of both arrays; None: the model's
+    kept_from_float16: bool = False  # whether a folder in float16 has their array in float32
 
     @property
     def is_part(self) -> bool:

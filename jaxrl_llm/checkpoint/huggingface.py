@@ -192,14 +192,15 @@ def export(
     The tokenizer's files are copied from a directory or saved by a Tokenizer. If no
     `generation_config` is given, it is copied from that directory or made from the tokenizer's ids.
     Its token ids are also written to config.json. Values are cast to `dtype`, by default the dtype
-    of the spec. config.json is written last: a directory without it was interrupted.
+    of the spec; a few are float32 all the same, as in transformers. config.json is written last: a
+    directory without it was interrupted.
 
     Requires: all processes call this. Process 0 writes.
     """
     directory = Path(directory)
     target = float_dtype(dtype or spec.dtype)
     source = _check_tokenizer_source(tokenizer_files_from, directory)
-    tensors = _export_tensors(spec, params)
+    tensors = _export_tensors(spec, params, target)
     if not multihost.is_main():
         for tensor in tensors:
             tensor.fetch()  # fetching from several processes is a collective
@@ -352,7 +353,7 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
     return placed.block_until_ready()
 
 
-def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
+def _export_tensors(spec: ModelSpec, params: Params, target: np.dtype) -> list[LazyTensor]:
     # Tensors are written in this order, so the tensors of one parameter are cut from one copy.
     fetched = functools.lru_cache(maxsize=1)(lambda path: _fetch(_get(params, path)))
 
@@ -365,7 +366,9 @@ def _export_tensors(spec: ModelSpec, params: Params) -> list[LazyTensor]:
         def fetch() -> np.ndarray:
             return whole_tensor(parts, [part_of(part) for part in parts])
 
-        return LazyTensor(name, parts[0].tensor.whole_shape, fetch, parts[0].tensor.dtype)
+        tensor = parts[0].tensor
+        kept = target == np.float16 and tensor.kept_from_float16
+        return LazyTensor(name, tensor.whole_shape, fetch, "float32" if kept else tensor.dtype)
 
     names = hf_names(spec.config, spec.kind)
     return [lazy(name, parts) for name, parts in stored_parts(names).items()]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.sharding import HOST_MEMORY
 from jaxrl_llm.kernels.float8 import FLOAT8
-from jaxrl_llm.models.config import BALANCE
+from jaxrl_llm.models.config import BALANCE, CENTROIDS
 from jaxrl_llm.models.gated_delta import DECAY
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import MAGNITUDE, join
@@ -127,8 +127,10 @@ class CastAhead:
 def stays_float32(path: Any) -> bool:
     """True if the parameter at this path of keys is float32 in every dtype of computation."""
     # A norm is divided by the float32 norm of a module: rounded, it would scale the output. The
-    # steps of a balance bias are smaller than what bfloat16 resolves. Decays go through exp twice.
-    return bool(path) and getattr(path[-1], "key", "") in (MAGNITUDE, BALANCE, *DECAY)
+    # steps of a balance bias are smaller than what bfloat16 resolves, and nearly equal experts
+    # change places where centroids are rounded. Decays go through exp twice.
+    names = (MAGNITUDE, BALANCE, CENTROIDS, *DECAY)
+    return bool(path) and getattr(path[-1], "key", "") in names
 
 
 def cast(params: Params, dtype: str) -> Params:

@@ -21,7 +21,7 @@ from jaxrl_llm.learner.rows import ROUTES
 from jaxrl_llm.learner.train_state import cast, init_state, state_shardings
 from jaxrl_llm.learner.train_step import MiniBatches, train_step
 from jaxrl_llm.models.base import init_params, model_spec
-from jaxrl_llm.models.config import BALANCE, Latent, Mixture
+from jaxrl_llm.models.config import BALANCE, CENTROIDS, Latent, Mixture
 
 MIXTURE = Mixture(
     num_experts=4,
@@ -148,9 +148,9 @@ def test_a_checkpoint_keeps_it(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
-def test_it_stays_float32():
-    params = cast(skewed(), "bfloat16")
-    assert router_of(params)[BALANCE].dtype == jnp.float32
-    assert router_of(params)["kernel"].dtype == jnp.bfloat16
+def test_the_router_stays_float32():
     spec = model_spec(SPEC.config, dtype="bfloat16")
-    assert router_of(spec.params)[BALANCE].dtype == jnp.float32
+    for params in (cast(skewed(), "bfloat16"), spec.params):
+        assert {x.dtype for x in jax.tree.leaves(router_of(params))} == {jnp.dtype("float32")}
+        assert set(router_of(params)) == {CENTROIDS, BALANCE}
+        assert params["decoder"]["embed"]["table"].dtype == jnp.bfloat16

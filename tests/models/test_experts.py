@@ -18,7 +18,7 @@ from jaxrl_llm.learner.router_losses import RouterLoss, load_balance, load_metri
 from jaxrl_llm.models import expert_rows
 from jaxrl_llm.models.base import bind, init_params, model_spec
 from jaxrl_llm.models.config import Mixture
-from jaxrl_llm.models.experts import Experts, Routed, Routing
+from jaxrl_llm.models.experts import Experts, Routed, Router, Routing
 from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.flops import forward_flops
 from jaxrl_llm.models.lora import Lora, attach, join, merged_ahead, split
@@ -101,7 +101,7 @@ def test_a_sigmoid_router_chooses_within_open_groups():
     silu = lambda z: z / (1 + np.exp(-z))  # noqa: E731
     for b, t in np.ndindex(B, T):
         token = np.asarray(x[b, t], np.float64)
-        scores = 1 / (1 + np.exp(-token @ weights["router", "kernel"]))
+        scores = 1 / (1 + np.exp(-token @ weights["router", "centroids"]))
         choice = scores + weights["router", "balance"]
         groups = [np.sort(choice[2 * g : 2 * g + 2]).sum() for g in range(3)]
         closed = int(np.argmin(groups))
@@ -120,6 +120,19 @@ def test_a_sigmoid_router_chooses_within_open_groups():
         np.testing.assert_allclose(y[b, t], out, rtol=1e-4, atol=1e-4)
     probs = routed.probs_E.sum() / routed.tokens
     np.testing.assert_allclose(probs, 1.0, rtol=1e-5)
+
+
+def test_a_sigmoid_router_of_a_bfloat16_model_computes_in_float32():
+    """Its choice differs between experts whose centroids are equal in bfloat16."""
+    mixture = replace(MIXTURE, experts_per_token=1, scores="sigmoid")
+    layer = Router(CONFIG, mixture, dtype="bfloat16")
+    graphdef, state = nnx.split(layer)
+    centroids = jnp.ones((D, 4)).at[:, 2].add(1e-3)
+    state["centroids"].set_value(centroids)
+    state["balance"].set_value(jnp.zeros(4))
+    choice = nnx.merge(graphdef, state)(jnp.ones((1, 1, D), jnp.bfloat16), Routing())
+    np.testing.assert_array_equal(choice.chosen_BTK, [[[2]]])
+    np.testing.assert_allclose(choice.logits_BTE[0, 0], D * centroids[0], rtol=1e-6)
 
 
 def test_all_tokens_may_choose_one_expert():

@@ -1,6 +1,10 @@
 """Ours against verl 0.9.1 and torch where policies are equal bit for bit, and exactly on bounds.
 
 Random log-probs are never equal; the first mini-batch of every iteration is.
+
+On a bound, `torch.clamp` has gradient 1 up to torch 2.13 and 0 from torch 2.14 on. Ours is 1. So
+gradients are compared with verl under the earlier rule, which is written out here, and also under
+the rule of the torch that is installed.
 """
 
 from functools import partial
@@ -20,6 +24,7 @@ from jaxrl_llm.algorithms.preference_losses import cpo, dpo
 from jaxrl_llm.algorithms.rejection import reject
 from jaxrl_llm.algorithms.value_losses import clipped_value_loss
 from jaxrl_llm.config.thresholds import RULES, parse_rules, parse_threshold
+from jaxrl_llm.numerics import clip
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
@@ -38,19 +43,47 @@ NO_ROOM = {  # bounds of width 0: at equality every token lies exactly on both
 }
 
 
+NEW_RULE = torch.__version__ >= "2.14"
+
+
+def earlier_clamp(x, min=-np.inf, max=np.inf):
+    """torch.clamp with its gradient up to torch 2.13: 1 on a bound."""
+    return torch.where(x < min, min, torch.where(x > max, max, x))
+
+
 def compare(name, arrays, settings, actor, tolerance=1e-5):
     """Value, gradient and metrics of a loss, ours and verl's."""
     fn, _, theirs, _ = CASES[name]
     aggregate = ALWAYS.get(name, "token-mean")
     value, gradient, metrics = ours_and_gradient(partial(fn, **settings), arrays, aggregate)
-    x = torch.tensor(arrays[0], requires_grad=True)
-    old, advantages, mask = map(torch.tensor, arrays[1:])
-    expected, found = theirs(old, x, advantages, mask, aggregate, actor)
-    expected.backward()
-    agrees(value, expected, tolerance)
-    agrees(gradient, x.grad, tolerance)
-    for key in metrics:
-        np.testing.assert_allclose(metrics[key], found[key], rtol=1e-5, atol=1e-6, err_msg=key)
+    for clamp in (earlier_clamp, torch.clamp):
+        x = torch.tensor(arrays[0], requires_grad=True)
+        old, advantages, mask = map(torch.tensor, arrays[1:])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "clamp", clamp)
+            expected, found = theirs(old, x, advantages, mask, aggregate, actor)
+            expected.backward()
+        agrees(value, expected, tolerance)
+        if clamp is earlier_clamp or not NEW_RULE:
+            agrees(gradient, x.grad, tolerance)
+        else:  # of a maximum of equal sides, the clipped one has no gradient, or both have none
+            ours, theirs_now = np.asarray(gradient), x.grad.numpy()
+            distances = [np.abs(theirs_now - share * ours) for share in (0.0, 0.5, 1.0)]
+            assert (np.min(distances, axis=0) <= tolerance * (1 + np.abs(ours))).all()
+        for key in metrics:
+            np.testing.assert_allclose(metrics[key], found[key], rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("bounds", [(-1.0, 1.0), (-1.0, np.inf), (-np.inf, 1.0)])
+def test_the_gradient_of_a_clip(bounds):
+    """Ours and both of torch's differ on the bounds alone."""
+    values = np.float32([-2.0, -1.0, 0.5, 1.0, 3.0])
+    ours = np.asarray(jax.grad(lambda x: clip(x, *bounds).sum())(jnp.array(values)))
+    for clamp in (earlier_clamp, torch.clamp):
+        x = torch.tensor(values, requires_grad=True)
+        clamp(x, *bounds).sum().backward()
+        expected = np.where(np.isin(values, bounds), 0.0, ours) if clamp is torch.clamp else ours
+        np.testing.assert_array_equal(x.grad, expected if NEW_RULE else ours)
 
 
 def equal(seed):

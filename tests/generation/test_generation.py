@@ -227,6 +227,14 @@ def test_greedy_equals_a_naive_loop(family):
         assert output.finished[i] == (row[-1] == 2)
 
 
+def kept(logits, *, top_k, top_p):
+    """The logits, -inf for tokens that are not in the top k or behind the mass of top p."""
+    order = np.argsort(-logits)[:top_k]
+    mass = np.exp(log_softmax(logits[order])).cumsum()
+    order = order[: 1 + int((mass < top_p).sum())]
+    return np.where(np.isin(np.arange(len(logits)), order), logits, -np.inf)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_logprobs_equal_a_full_forward(temperature):
     tokens, lengths, ids = prompts(4)
@@ -238,6 +246,8 @@ def test_logprobs_equal_a_full_forward(temperature):
         response, start = response_of(output, i), lengths[i] - 1
         row = np.concatenate([tokens[i, : lengths[i]], response])
         logits = full_logits("qwen2", row)[start:-1] / (temperature or 1)
+        if temperature:  # the sampler's own distribution, over the tokens that it keeps
+            logits = np.stack([kept(x, top_k=10, top_p=0.9) for x in logits])
         expected = np.stack([log_softmax(x) for x in logits])[np.arange(len(response)), response]
         np.testing.assert_allclose(output.logprobs[i, : len(response)], expected, atol=1e-5)
         assert not output.logprobs[i, len(response) :].any()

@@ -3,16 +3,18 @@
 Every function is f(x, mask, *, global_tokens, global_sequences). It returns the CONTRIBUTION of
 these rows to the number of the whole mini-batch: it divides by the counts of the mini-batch, which
 `global_counts` gives. So the results of micro-batches of any sizes add up, and gradient
-accumulation equals the full batch.
+accumulation equals the full batch. `prompt_mean` also takes `prompt_weights`, which the function of
+that name gives.
 
 A sequence with an empty mask adds 0 and is not counted.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.numerics import masked_count, masked_mean, masked_sum, safe_divide
 from jaxrl_llm.references import nearest
@@ -23,6 +25,24 @@ Scalar = Float[Array, ""]
 def global_counts(mask: Float[Array, "B R"]) -> tuple[Scalar, Scalar]:
     """(tokens, sequences with a token) of the mask of a whole mini-batch, as float32."""
     return masked_count(mask), masked_count(jnp.max(mask, axis=1, initial=0.0))
+
+
+def prompt_weights(mask: Float[Array, "B R"], group_ids: Int[Array, " B"]) -> Float[Array, " B"]:
+    """The weight of each row's tokens in `prompt_mean`, from the mask of a whole mini-batch.
+
+    It is 1 / (tokens of the row's prompt * prompts with a token), and 0 for a prompt without one.
+    """
+    tokens = masked_count(mask, axis=1)
+    same = group_ids[:, None] == group_ids[None, :]
+    of_prompt = jnp.sum(jnp.where(same, tokens[None, :], 0.0), axis=1)
+    has_earlier = jnp.any(jnp.tril(same, k=-1), axis=1)
+    prompts = jnp.sum(~has_earlier & (of_prompt > 0), dtype=jnp.float32)
+    return safe_divide(jnp.ones_like(of_prompt), of_prompt * prompts)
+
+
+def reads_prompts(aggregate: Callable[..., Scalar]) -> bool:
+    """Whether an aggregation takes `prompt_weights`."""
+    return "prompt_weights" in inspect.signature(aggregate).parameters
 
 
 def token_mean(
@@ -85,13 +105,31 @@ def seq_mean_token_sum_norm(
     return safe_divide(masked_sum(x, mask), global_sequences * (scale or mask.shape[1]))
 
 
-# The names of verl's configs. Code uses the functions.
+def prompt_mean(
+    x: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    *,
+    global_tokens: Scalar,
+    global_sequences: Scalar,
+    prompt_weights: Float[Array, " B"],
+) -> Scalar:
+    """Mean over prompts of the mean over the tokens of all their samples.
+
+    All prompts weigh the same, and inside a prompt long responses weigh more. A prompt is the rows
+    of a mini-batch with the same `group_ids`: where a mini-batch has only some of a prompt's
+    samples, the mean is over these. ScaleRL, Khatri et al. 2025, arXiv:2510.13786.
+    """
+    return masked_sum(x * prompt_weights[:, None], mask)
+
+
+# The names of verl's configs, and prompt-mean. Code uses the functions.
 AGGREGATIONS: dict[str, Callable[..., Scalar]] = {
     "token-mean": token_mean,
     "token-sum": token_sum,
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "prompt-mean": prompt_mean,
 }
 
 

@@ -31,6 +31,7 @@ Aggregation = Literal[
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "prompt-mean",
 ]
 CompletionAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 # Estimators of the KL. A trailing + takes the gradient of k2 (straight-through).

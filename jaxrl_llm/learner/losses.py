@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.aggregation import global_counts
+from jaxrl_llm.algorithms.aggregation import global_counts, prompt_weights, reads_prompts
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import (
     COMPUTED_FROM,
@@ -67,7 +67,8 @@ class PolicyLoss:
         """The fields of the batch that the loss needs."""
         algorithm = self.algorithm
         reads = _reads(algorithm.policy_loss, algorithm.kl_loss)
-        reads = (*reads, *_mask_fields(algorithm, self.masks), *self.replays)
+        reads = (*reads, *_mask_fields(algorithm, self.masks), *_group_fields(algorithm))
+        reads = (*dict.fromkeys(reads), *self.replays)
         if self.own_logprobs:
             reads = tuple(dict.fromkeys((*reads, "rollout_logprobs")))
             reads = tuple(name for name in reads if name != "old_logprobs")
@@ -75,7 +76,7 @@ class PolicyLoss:
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
         """The mini-batch with its counts; see `with_counts`."""
-        return with_counts(mini_batch, first)
+        return with_counts(mini_batch, first, prompts=reads_prompts(self.algorithm.aggregate))
 
     def __call__(self, params: Params, part: Fields) -> tuple[Array, Any]:
         """The part's contribution to the loss, and metrics."""
@@ -152,11 +153,12 @@ class ValueLoss:
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
-        return (*_reads(self.algorithm.value_loss), *_mask_fields(self.algorithm, self.masks))
+        fields = (*_mask_fields(self.algorithm, self.masks), *_group_fields(self.algorithm))
+        return tuple(dict.fromkeys((*_reads(self.algorithm.value_loss), *fields)))
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
         """The mini-batch with its counts; see `with_counts`."""
-        return with_counts(mini_batch, first)
+        return with_counts(mini_batch, first, prompts=reads_prompts(self.algorithm.aggregate))
 
     def __call__(self, params: Params, part: Fields) -> tuple[Array, Metrics]:
         """The part's contribution to the loss, and metrics."""
@@ -174,19 +176,25 @@ class ValueLoss:
         return total, _joined({"critic/vf_loss": total} | work, means)
 
 
-def with_counts(fields: Fields, first: bool | Array) -> Fields:
+def with_counts(fields: Fields, first: bool | Array, *, prompts: bool = False) -> Fields:
     """A mini-batch with its own counts, one entry a row; call it once a mini-batch.
 
-    `first` says that the parameters have not changed since they gave `old_logprobs`.
+    `first` says that the parameters have not changed since they gave `old_logprobs`. `prompts` adds
+    the weights of an aggregation over prompts.
     """
     mask = _loss_mask(fields)
     rows = mask.shape[0]
     tokens, sequences = global_counts(mask)
-    return fields | {
-        "num_tokens": jnp.full((rows,), tokens),
-        "num_sequences": jnp.full((rows,), sequences),
-        "unchanged": jnp.full((rows, 1), first),
-    }
+    weights = {"prompt_weights": prompt_weights(mask, fields["group_ids"])} if prompts else {}
+    return (
+        fields
+        | weights
+        | {
+            "num_tokens": jnp.full((rows,), tokens),
+            "num_sequences": jnp.full((rows,), sequences),
+            "unchanged": jnp.full((rows, 1), first),
+        }
+    )
 
 
 def _reads(*functions: Callable[..., Any] | None) -> tuple[str, ...]:
@@ -205,6 +213,11 @@ def _mask_fields(algorithm: Algorithm, masks: bool) -> tuple[str, ...]:
     return ("sample_mask",) if masks else ()
 
 
+def _group_fields(algorithm: Algorithm) -> tuple[str, ...]:
+    """The field of an aggregation over prompts."""
+    return ("group_ids",) if reads_prompts(algorithm.aggregate) else ()
+
+
 def _loss_mask(fields: Fields) -> Array:
     """The tokens that count: all sampled ones, or the ones that no rejection rule excludes."""
     if "sample_mask" in fields:
@@ -213,7 +226,8 @@ def _loss_mask(fields: Fields) -> Array:
 
 
 def _counts(fields: Fields) -> dict[str, Array]:
-    return {
+    weights = {name: fields[name] for name in ("prompt_weights",) if name in fields}
+    return weights | {
         "global_tokens": fields["num_tokens"][0],
         "global_sequences": fields["num_sequences"][0],
     }

@@ -1,4 +1,4 @@
-"""The five aggregations by hand, and that micro-batches add up."""
+"""The aggregations by hand, and that micro-batches add up."""
 
 from functools import cache
 
@@ -8,7 +8,13 @@ import pytest
 from compiled import compiled
 from finite_differences import numeric_gradient
 
-from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, aggregation, global_counts
+from jaxrl_llm.algorithms.aggregation import (
+    AGGREGATIONS,
+    aggregation,
+    global_counts,
+    prompt_weights,
+    reads_prompts,
+)
 
 X = np.float32([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
 MASK = np.float32([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -18,22 +24,29 @@ BY_HAND = {  # sequence sums 6 and 4, means 2 and 4; the third sequence has no t
     "seq-mean-token-sum": (6 + 4) / 2,
     "seq-mean-token-mean": (2 + 4) / 2,
     "seq-mean-token-sum-norm": (6 + 4) / 2 / 3,
+    "prompt-mean": (2 + 4) / 2,
 }
+GROUPS = np.int32([7, 2, 7, 5, 2, 7])  # not side by side; 5 is one sample alone
 
 
-def counts(mask):
+def counts(mask, name="token-mean", rows=slice(None)):
+    """The counts of a mini-batch, as the `rows` of a micro-batch see them."""
     tokens, sequences = global_counts(mask)
-    return {"global_tokens": tokens, "global_sequences": sequences}
+    known = {"global_tokens": tokens, "global_sequences": sequences}
+    if reads_prompts(AGGREGATIONS[name]):
+        known["prompt_weights"] = prompt_weights(mask, GROUPS[: mask.shape[0]])[rows]
+    return known
 
 
 @cache
 def with_gradient(name):
-    """(x, mask, the mask of the whole batch) to the value and its gradient, one program a shape."""
+    """(x, mask, the mask of the whole batch, the first row) to the value and its gradient."""
 
-    def value(x, mask, whole):
-        return AGGREGATIONS[name](x, mask, **counts(whole))
+    def value(x, mask, whole, start=0):
+        rows = slice(start, start + x.shape[0])
+        return AGGREGATIONS[name](x, mask, **counts(whole, name, rows))
 
-    return jax.jit(jax.value_and_grad(value))
+    return jax.jit(jax.value_and_grad(value), static_argnums=3)
 
 
 def test_every_name_has_a_case():
@@ -43,7 +56,7 @@ def test_every_name_has_a_case():
 @pytest.mark.parametrize("name", list(BY_HAND))
 def test_by_hand(name, checked):
     def value(x, mask):
-        return checked(AGGREGATIONS[name])(x, mask, **counts(mask)), counts(mask)
+        return checked(AGGREGATIONS[name])(x, mask, **counts(mask, name)), counts(mask)
 
     got, found = compiled(value, X, MASK)
     assert (found["global_tokens"], found["global_sequences"]) == (4.0, 2.0)
@@ -53,6 +66,11 @@ def test_by_hand(name, checked):
 def loops(name, x, mask):
     """The definition of an aggregation, row by row, in float64."""
     rows = [row[keep > 0] for row, keep in zip(x, mask, strict=True)]
+    groups = GROUPS[: len(rows)]
+    prompts = [
+        np.concatenate([row for row, own in zip(rows, groups, strict=True) if own == group])
+        for group in sorted(set(groups.tolist()))
+    ]
     rows = [row for row in rows if row.size]
     tokens = np.concatenate(rows)
     return {
@@ -61,6 +79,7 @@ def loops(name, x, mask):
         "seq-mean-token-sum": lambda: np.mean([row.sum() for row in rows]),
         "seq-mean-token-mean": lambda: np.mean([row.mean() for row in rows]),
         "seq-mean-token-sum-norm": lambda: np.mean([row.sum() / x.shape[1] for row in rows]),
+        "prompt-mean": lambda: np.mean([tokens.mean() for tokens in prompts if tokens.size]),
     }[name]()
 
 
@@ -85,7 +104,7 @@ def test_micro_batches_add_up_in_value_and_gradient(name, sizes):
     value, gradient = run(x, mask, mask)
     starts = np.cumsum((0, *sizes))
     slices = [slice(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    parts = [run(x[s], mask[s], mask) for s in slices]
+    parts = [run(x[s], mask[s], mask, s.start) for s in slices]
     np.testing.assert_allclose(sum(p[0] for p in parts), value, rtol=1e-6)
     np.testing.assert_array_equal(np.concatenate([p[1] for p in parts]), gradient)
 
@@ -95,13 +114,20 @@ def test_order_padding_and_empty_batches(name):
     run = with_gradient(name)
     base, _ = run(X, MASK, MASK)
     order = np.array([2, 0, 1])
-    np.testing.assert_allclose(run(X[order], MASK[order], MASK)[0], base, rtol=1e-6)
+    np.testing.assert_allclose(run(X[order], MASK[order], MASK[order])[0], base, rtol=1e-6)
     dirty = np.where(MASK > 0, X, np.float32(np.nan))
     np.testing.assert_array_equal(run(dirty, MASK, MASK)[0], base)
     empty = np.zeros_like(MASK)
     value, gradient = run(X, empty, empty)
     assert value == 0.0
     assert np.isfinite(gradient).all()
+
+
+def test_a_prompt_weighs_by_its_tokens_in_the_whole_mini_batch():
+    """Lengths 3, 1 and 0, 2 of the prompts 7 and 2; prompt 5 has no token and is not counted."""
+    mask = (np.arange(3) < np.array([3, 2, 1, 0, 0])[:, None]).astype(np.float32)
+    weights = compiled(prompt_weights, mask, GROUPS[:5])
+    np.testing.assert_allclose(weights, [1 / 8, 1 / 4, 1 / 8, 0, 1 / 4], rtol=1e-6)
 
 
 def test_scale_and_names():

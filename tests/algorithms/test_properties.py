@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as c
-from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, global_counts
+from jaxrl_llm.algorithms.aggregation import (
+    AGGREGATIONS,
+    global_counts,
+    prompt_weights,
+    reads_prompts,
+)
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.build import build_algorithm
 from jaxrl_llm.algorithms.fields import field_names
@@ -142,7 +147,9 @@ def chain(algorithm: Algorithm, fields: dict[str, jax.Array]) -> tuple[jax.Array
             loss += _aggregated(algorithm, algorithm.value_loss, known)
         if algorithm.kl_loss is not None:
             kl = masked_kl(algorithm.kl_loss, known, policy_mask)
-            loss += algorithm.kl_loss_coef * _aggregate(algorithm, kl, policy_mask)
+            loss += algorithm.kl_loss_coef * _aggregate(
+                algorithm, kl, policy_mask, known["group_ids"]
+            )
         return loss
 
     moving = {name: known[name] for name in MOVING}
@@ -154,12 +161,15 @@ def chain(algorithm: Algorithm, fields: dict[str, jax.Array]) -> tuple[jax.Array
 def _aggregated(algorithm, fn, known):
     values = fn(*(known[name] for name in field_names(fn)))
     values = values[0] if isinstance(values, tuple) else values
-    return _aggregate(algorithm, values, known["mask"])
+    return _aggregate(algorithm, values, known["mask"], known["group_ids"])
 
 
-def _aggregate(algorithm, values, mask):
+def _aggregate(algorithm, values, mask, group_ids):
     tokens, sequences = global_counts(mask)
-    return algorithm.aggregate(values, mask, global_tokens=tokens, global_sequences=sequences)
+    counts = {"global_tokens": tokens, "global_sequences": sequences}
+    if reads_prompts(algorithm.aggregate):
+        counts["prompt_weights"] = prompt_weights(mask, group_ids)
+    return algorithm.aggregate(values, mask, **counts)
 
 
 def assert_same(found: Outcome, expected: Outcome, order=slice(None), scale: float = 1.0) -> None:

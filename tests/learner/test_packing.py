@@ -309,11 +309,13 @@ def test_tokens_between_sampled_ones_are_context(layout):
     [
         pytest.param("token-mean", "one row", marks=pytest.mark.slow),
         ("seq-mean-token-mean", "two replicas"),
+        ("prompt-mean", "two replicas"),
     ],
 )
 def test_an_update_equals_the_padded_one(loss_aggregation, layout):
     fields = {k: jnp.asarray(x) for k, x in batch().items()}
     fields["reference_logprobs"] = fields["old_logprobs"] * 0.9
+    fields["group_ids"] = jnp.arange(fields["mask"].shape[0]) % 3
     fields = clean(fields)
     algorithm = build_online(
         c.PPO(
@@ -332,7 +334,7 @@ def test_an_update_equals_the_padded_one(loss_aggregation, layout):
         )
 
         def gradients(micro_batches, loss=loss, params=params):
-            counted = with_counts(fields, jnp.bool_(False))
+            counted = loss.inputs(fields, jnp.bool_(False))
             cast_ahead = ForwardSettings().cast_ahead
             run = partial(accumulate, loss, cast_ahead=cast_ahead, micro_batches=micro_batches)
             return jax.jit(run)(params, counted)

@@ -80,6 +80,7 @@ def rollout(seed: int = 0) -> dict[str, jax.Array]:
         return (scale * rng.normal(size=(B, R)) * mask).astype(np.float32)
 
     fields = {
+        "group_ids": np.arange(B, dtype=np.int32) % 5,  # in several micro-batches
         "prompts": tokens(B, P),
         "prompt_lengths": rng.integers(1, P + 1, B).astype(np.int32),
         "responses": tokens(B, R),
@@ -102,7 +103,7 @@ def make_policy_loss(**settings):
 
 def cases():
     everything = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
-    for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+    for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"):
         yield f"policy {name}", *make_policy_loss(loss_aggregation=name, **everything), rollout()
     spec = model_spec(MODEL, "scalar")
     algorithm = build_online(c.PPO())
@@ -125,7 +126,7 @@ def test_accumulation_equals_the_full_batch(name):
     params = random_params(spec.params, seed=1, scale=0.05)
 
     def gradients(params, fields, parts):
-        batch = with_counts(fields, jnp.bool_(False))
+        batch = loss.inputs(fields, jnp.bool_(False))
         return accumulate(
             loss, params, batch, cast_ahead=SETTINGS.cast_ahead, micro_batches=Padded(num=parts)
         )
@@ -278,7 +279,7 @@ def test_gradients_of_biases_and_norms_are_not_summed_in_bf16(family, cast_ahead
     loss = PolicyLoss(algorithm=algorithm, spec=spec, settings=settings, temperature=1.0)
 
     def gradients(params, fields):
-        batch = with_counts(fields, jnp.bool_(False))
+        batch = loss.inputs(fields, jnp.bool_(False))
         micro_batches = Packed(row_tokens=64, group=2)
         return accumulate(loss, params, batch, cast_ahead=cast_ahead, micro_batches=micro_batches)
 

@@ -209,7 +209,7 @@ def test_optimal_token_baseline(seed, tail, weighted):
 # ------------------------------------------------------------------------- aggregation, KL, value
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("name", sorted(AGGREGATIONS.keys() - {"prompt-mean"}))  # not in verl
 @pytest.mark.parametrize("parts", [1, 3])
 def test_aggregation(name, parts):
     """In parts too: verl's with the counts of the whole batch, as its trainer passes them."""

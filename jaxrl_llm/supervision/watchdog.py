@@ -126,7 +126,7 @@ class Watch:
         self.enter(" and ".join(running) or BETWEEN)
 
     def forget(self) -> None:
-        """The next step compiles programs."""
+        """Drop the learnt limits: what follows compiles programs."""
 
 
 @contextmanager

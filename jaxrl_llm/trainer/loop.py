@@ -30,6 +30,7 @@ def train(
         ):
             for training in run.trainings():
                 training.watch = watch
+                watch.forget()  # another training compiles programs of its own
                 if training.is_new:
                     metrics = training.validate()
                     training.report(metrics)

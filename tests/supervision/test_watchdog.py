@@ -1,7 +1,9 @@
 """Limits that are learnt, who lags, and what a process does past a limit."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,7 @@ from jaxrl_llm.config import WatchdogConfig
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.supervision import watchdog
 from jaxrl_llm.supervision.watchdog import BETWEEN, END, STALLED, Limits, Place, Watch, lagging
+from jaxrl_llm.trainer import loop
 
 
 def test_a_limit_is_ten_times_the_longest_but_for_the_first():
@@ -54,6 +57,10 @@ def test_the_process_that_the_others_wait_for(places, expected):
 class Notes(Watch):
     def __init__(self) -> None:
         self.stages: list[str] = []
+        self.forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def enter(self, stage: str, step: int | None = None, *, learn: bool = True) -> None:
         self.stages.append(stage)
@@ -106,3 +113,15 @@ def test_a_ceiling_of_0_turns_it_off(tmp_path):
     with open_watch(tmp_path, threading.Event(), [], ceiling_minutes=0.0) as watch:
         assert type(watch) is Watch
     assert not list(tmp_path.iterdir())
+
+
+def test_a_training_does_not_inherit_the_limits_of_the_one_before(monkeypatch):
+    """The first validation after a warm-up compiles, and took more than ten validations of it."""
+    watch, done = Notes(), SimpleNamespace(is_new=False, step=1, total_steps=1, stopped=False)
+    folder = SimpleNamespace(path=Path(), is_finished=lambda *_: False)
+    run = SimpleNamespace(trainings=lambda: [done, done], summary=lambda: "summary")
+    monkeypatch.setattr(loop, "open_run_folder", lambda *_: nullcontext(folder))
+    monkeypatch.setattr(loop, "open_watch", lambda *_: nullcontext(watch))
+    monkeypatch.setattr(loop, "open_run", lambda *_: nullcontext(run))
+    assert loop.train(SimpleNamespace(watchdog=None)) == "summary"
+    assert watch.forgotten == 2

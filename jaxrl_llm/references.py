@@ -193,7 +193,12 @@ def is_hub_name(path: str) -> bool:
 
 def shown(value: Any, most: int = 80) -> str:
     """A value in a message, of at most `most` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = "an integer of many digits"
+    except RecursionError:
+        text = f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

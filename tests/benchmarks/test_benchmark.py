@@ -214,7 +214,6 @@ def test_peak_of_a_device(kind, peak):
         (["attention", "--window=64"], "--workload=dense"),
         (["attention", "--workload=dense", "--cache=float8"], "--workload=decode"),
         (["training", "--shape=missing/folder"], "Hugging Face folder or config.json"),
-        (["training", "--lengths=missing.csv"], "no such file"),
         (["rl_step", "--lengths=missing.csv"], "belongs to generation and training"),
         (["rl_step", "--config.critic.warmup_steps=1"], "actor's updates would be left out"),
         (["training", "--config.actor.lora.rank=8"], "--workload=grpo_lora measures adapters"),

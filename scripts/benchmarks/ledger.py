@@ -48,8 +48,7 @@ SECTIONS = {
     "How fast does it train?": """update-0.5b update-1.5b update-1.5b-long update-1.5b-32k
         update-1.5b-mix update-7b update-7b-a1b logprob-1.5b logprob-7b logprob-7b-a1b
         logprob-30b-a3b""",
-    "How fast is a whole RL step?": """grpo-0.5b grpo-1.5b grpo-7b grpo-7b-lora
-        grpo-7b-lora-128x8
+    "How fast is a whole RL step?": """grpo-0.5b grpo-1.5b grpo-7b grpo-7b-lora grpo-7b-lora-128x8
         grpo-32b-lora-128x8 grpo-30b-a3b-lora grpo-1.5b-strict first-step-1.5b start-1.5b-cached
         grpo-8b-4096 ppo-0.5b ppo-1.5b ppo-7b grpo-1.5b-2gpu grpo-7b-4gpu ppo-7b-4gpu grpo-8b-4gpu
         switch-8b-4h100-fsdp4-to4 update-7b-128k-4h100 grpo-0.5b-2h200-strong grpo-70b-lora-2h200

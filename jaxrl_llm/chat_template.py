@@ -1,7 +1,7 @@
 """A chat template is a program of the model's folder: its first rendering is tried with limits.
 
 A process of its own renders the conversation. It ends after some seconds of computing, or above
-some memory. Only then is the template used in this process.
+some memory, or writes too long a text. Only then is the template used in this process.
 """
 
 import json
@@ -14,7 +14,8 @@ from typing import Any
 SECONDS = 5  # limit of computing
 PATIENCE = 60  # limit by the clock: a busy machine may let the process wait
 MEMORY = 2**30  # bytes that the process may take, its imports included
-OUT_OF_MEMORY = 3  # exit code
+LONGEST = 10**7  # characters of the text; tokenizers abort a process that has no memory left
+OUT_OF_MEMORY, TOO_LONG = 3, 4  # exit codes
 
 _TRIAL = """
 import json, resource, sys
@@ -38,7 +39,9 @@ environment = ImmutableSandboxedEnvironment(
 )
 environment.globals.update(raise_exception=refuse, strftime_now=lambda form: form)
 try:
-    environment.from_string(request["template"]).render(**request["variables"])
+    text = environment.from_string(request["template"]).render(**request["variables"])
+    if len(text) > request["longest"]:
+        sys.exit(request["too_long"])
 except MemoryError:
     sys.exit(request["out_of_memory"])
 except Exception:
@@ -49,8 +52,8 @@ except Exception:
 def try_template(template: str | Mapping[str, str], variables: Mapping[str, Any]) -> None:
     """Render once with limits. Of several named templates the default one is tried.
 
-    Raises: ValueError when it takes too long or too much memory. Other mistakes are left to the
-        rendering itself.
+    Raises: ValueError when it takes too long, too much memory, or writes too long a text. Other
+        mistakes are left to the rendering itself.
     """
     text = template if isinstance(template, str) else template.get("default", "")
     request = {
@@ -58,7 +61,9 @@ def try_template(template: str | Mapping[str, str], variables: Mapping[str, Any]
         "variables": dict(variables),
         "memory": MEMORY,
         "seconds": SECONDS,
+        "longest": LONGEST,
         "out_of_memory": OUT_OF_MEMORY,
+        "too_long": TOO_LONG,
     }
     try:
         trial = subprocess.run(
@@ -73,6 +78,8 @@ def try_template(template: str | Mapping[str, str], variables: Mapping[str, Any]
         raise ValueError(f"it did not end within {PATIENCE} s") from None
     if trial.returncode == OUT_OF_MEMORY:
         raise ValueError(f"it takes more than {MEMORY / 2**30:g} GiB of memory")
+    if trial.returncode == TOO_LONG:
+        raise ValueError(f"it writes more than {LONGEST:,} characters")
     if -trial.returncode in (signal.SIGKILL, signal.SIGXCPU):
         raise ValueError(f"it takes more than {SECONDS} s of computing")
     if trial.returncode:

@@ -30,6 +30,12 @@ def test_a_busy_machine_has_more_time_by_the_clock_than_a_template_has(monkeypat
         try_template("{{ messages }}", MESSAGES)
 
 
+def test_a_template_that_writes_a_text_without_end_is_refused():
+    """It fits into the memory of the trial, but a tokenizer would need many times as much."""
+    with pytest.raises(ValueError, match="more than 10,000,000 characters"):
+        try_template("{{ 'a' * 90000000 }}", MESSAGES)
+
+
 def test_a_trial_that_cannot_run_is_no_permission(monkeypatch):
     monkeypatch.setattr(chat_template, "_TRIAL", "import no_such_module")
     with pytest.raises(ValueError, match="ended with code 1"):

@@ -396,7 +396,7 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
     "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.filter_groups.enable": "rollout.filter_groups.enable",
-    "algorithm.mask_truncated_samples": "rollout.mask_truncated",  # of rLLM's verl
+    "algorithm.mask_truncated_samples": "rollout.mask_truncated",  # a key of rLLM's verl
     "rllm.mask_truncated_samples": "rollout.mask_truncated",
     "algorithm.filter_groups.metric": filter_metric,
     "algorithm.filter_groups.max_num_gen_batches": filter_rounds,

@@ -95,7 +95,7 @@ class ObjectRows(Rows):
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Iterator[RawRow | BadRow]:
-        features = getattr(self.rows, "features", None)  # of a datasets.Dataset
+        features = getattr(self.rows, "features", None)  # a datasets.Dataset has them
         nested = () if features is None else _message_columns(features.arrow_schema)
         for place in range(start, min(stop, len(self))):
             row = self.rows[place]

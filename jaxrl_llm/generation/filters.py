@@ -17,7 +17,7 @@ from jax import lax
 
 MOST_KEPT = 512  # tokens that filters keep at most; config.rollout.top_k has this bound
 BLOCK = 128  # tokens of a block, about
-BITS = 4  # of a threshold, found by one pass over the numbers
+BITS = 4  # bits of a threshold that one pass over the numbers finds
 
 
 class Kept(NamedTuple):

@@ -168,7 +168,7 @@ def evaluate(
     changes: dict[str, Any] = {"data.train_rows": None, "stages": []}
     graded = grader is not None or opened.validation.grader is not None
     no_functions = not opened.reward.functions and opened.reward.model is None
-    if no_functions or (graded and opened.reward.functions):  # that are not called
+    if no_functions or (graded and opened.reward.functions):  # no reward function is called
         changes |= {"reward.functions": [ExactAnswer()], "reward.weights": []}
     if not (opened.data.train_files or opened.data.dataset_class):
         changes["data.train_tasks"] = [ChainSum()]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MOST_BITS = 10_000  # of a numerator or denominator
+MOST_BITS = 10_000  # bits of the largest numerator or denominator
 ROUNDING = Fraction(2, 10**6)  # relative; of a decimal that stands for a fraction without an end
 
 _FULL_WIDTH = {0xFF01 + i: 0x21 + i for i in range(94)} | {0x3000: " "}

@@ -26,7 +26,6 @@ from jaxrl_llm.plan.models import (
     base_spec,
     find_model,
     learner_spec,
-    warn_of_positions,
 )
 from jaxrl_llm.plan.offline_stages import (
     HELD_OUT,
@@ -65,7 +64,6 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
     _check(config, algorithm)
     source = find_model(config.actor, tokenizer, context=config.data.max_row_length)
     check_vocabulary(tokenizer, source.config.vocab_size)
-    warn_of_positions(source, config.data.max_row_length)
     kind = algorithm.model_kind
     spec, base = learner_spec(source, kind, config.actor), None
     how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact != "off"}

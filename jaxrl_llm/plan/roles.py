@@ -53,7 +53,6 @@ from jaxrl_llm.plan.models import (
     learner_spec,
     spec_of,
     stop_ids,
-    warn_of_positions,
 )
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 
@@ -428,7 +427,6 @@ def roles_of(
     context = config.data.max_row_length
     actor = find_model(config.actor, tokenizer, context=context)
     check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
-    warn_of_positions(actor, context)
     models: dict[str, tuple[Kind, ModelSettings]] = {
         "actor": ("causal_lm", config.actor),
         "critic": ("scalar", config.critic),

@@ -24,6 +24,7 @@ from jaxrl_llm.evaluation.evaluate import (
 )
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.plan.dataflow import OFFLINE
+from jaxrl_llm.plan.models import warn_of_positions
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.planning import plan_run
 from jaxrl_llm.plan.weights import check_stored
@@ -109,6 +110,7 @@ def open_plan_and_data(
     reward = None if is_offline(config) else open_reward(config, tokenizer, stack)
     role_meshes = {role: mesh for role, mesh in meshes.items() if role != "actor"}
     plan = plan_run(config, tokenizer, meshes["actor"], reward, role_meshes=role_meshes)
+    warn_of_positions(plan.sources[plan.learner.name], config.data.max_row_length)
     for name, role in plan.roles.items() if new else ():
         check_stored(role, plan.sources.get(name), config)
     if plan.vocabulary is OFFLINE:

@@ -6,20 +6,16 @@ import jax
 import numpy as np
 import pytest
 from test_online_algorithms import config_of
-from tiny_iteration import MODEL, even_tokens, open_iteration, tiny_config
+from tiny_iteration import even_tokens, open_iteration, tiny_config
 
 from jaxrl_llm.config import (
-    GRPO,
-    SFT,
     ConfigError,
     FilterGroupsConfig,
     OptimizerConfig,
     PhaseConfig,
 )
 from jaxrl_llm.distributed.mesh import make_mesh
-from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_online
-from jaxrl_llm.plan.roles import roles_of
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.program.stage import HOST
 from jaxrl_llm.tokenizer import CharTokenizer
@@ -95,20 +91,6 @@ def test_padding_that_is_no_token_of_the_model_is_refused_with_both_sizes():
     mesh = make_mesh(devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="padding id 24 is .*vocabulary of 24 tokens .*has 96"):
         plan_online(tiny_config(), PadsOutside(), mesh, None)
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_rows_beyond_the_positions_of_the_model_are_named(algorithm, caplog):
-    config = tiny_config(model_reward=False)
-    model = MODEL | {"vocab_size": 96, "max_position_embeddings": 10}
-    config = replace(config, actor=replace(config.actor, hf_config=model))
-    mesh = make_mesh(devices=jax.devices()[:1])
-    if algorithm == "sft":
-        plan_offline(replace(config, algorithm=SFT()), CharTokenizer(), mesh)
-    else:
-        roles_of(replace(config, algorithm=GRPO()), CharTokenizer(), mesh, {}, {})
-    (record,) = [x.getMessage() for x in caplog.records if "positions" in x.getMessage()]
-    assert "allow 11 tokens, and the model has 10 positions" in record
 
 
 def test_dynamic_sampling_repeats_every_host_stage():

@@ -93,3 +93,14 @@ def test_weights_that_are_not_whole_are_refused_before_the_data_are_read(
     for start in (dry_run, rl.train):
         with pytest.raises(ValueError, match=message):
             start(asked)
+
+
+@pytest.mark.parametrize("algorithm", [rl.GRPO(), rl.SFT()])
+def test_a_dry_run_says_once_that_rows_may_exceed_the_positions(tmp_path, caplog, algorithm):
+    changes = {
+        "actor.hf_config": MODEL | {"max_position_embeddings": 6},
+        "data.train_tasks": [{"kind": "chain_sum", "num_terms": 2, "num_digits": 1}],
+    }
+    dry_run(rl.load_config(config(tmp_path), changes | {"algorithm": algorithm, "warmup": None}))
+    (line,) = [x.getMessage() for x in caplog.records if "positions" in x.getMessage()]
+    assert "allow 8 tokens, and the model has 6 positions" in line

@@ -179,9 +179,16 @@ class KLController(Protocol):
         ...
 
     def update(
-        self, state: Float[Array, ""], current_kl: Float[Array, ""], num_samples: int
+        self,
+        state: Float[Array, ""],
+        current_kl: Float[Array, ""],
+        num_samples: int,
+        learned: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
-        """The state for the next iteration, from the `batch_kl` of this iteration's samples."""
+        """The state for the next iteration, from the `batch_kl` of this iteration's samples.
+
+        `learned` is the share of the samples that are not masked.
+        """
         ...
 
 
@@ -196,7 +203,11 @@ class FixedKL:
         return jnp.float32(self.coef)
 
     def update(
-        self, state: Float[Array, ""], current_kl: Float[Array, ""], num_samples: int
+        self,
+        state: Float[Array, ""],
+        current_kl: Float[Array, ""],
+        num_samples: int,
+        learned: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
         """The same coefficient."""
         return state
@@ -228,9 +239,13 @@ class AdaptiveKL:
         return jnp.float32(self.coef)
 
     def update(
-        self, state: Float[Array, ""], current_kl: Float[Array, ""], num_samples: int
+        self,
+        state: Float[Array, ""],
+        current_kl: Float[Array, ""],
+        num_samples: int,
+        learned: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
-        """One proportional step. `num_samples` is the number of sequences behind `current_kl`.
+        """One proportional step. The share `learned` of `num_samples` is behind `current_kl`.
 
         Raises ValueError if that many samples could make the coefficient negative.
         """
@@ -242,7 +257,7 @@ class AdaptiveKL:
                 f"horizon above {fewest:g}, e.g. {num_samples}"
             )
         error = jnp.clip(current_kl / self.target - 1.0, -MAX_KL_ERROR, MAX_KL_ERROR)
-        return state * (1.0 + error * (num_samples / self.horizon))
+        return state * (1.0 + error * (num_samples / self.horizon) * learned)
 
 
 def make_kl_controller(name: str, *, coef: float, horizon: float, target: float) -> KLController:

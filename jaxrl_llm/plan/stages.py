@@ -358,7 +358,8 @@ class PenalisedRewards(OfLearnedSamples):
         rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=state)
         current = batch_kl(kl, mask)
         metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": state}
-        moved = self.controller.update(state, current, mask.shape[0])
+        learned = jnp.mean(known["sample_mask"]) if self.masks else 1.0
+        moved = self.controller.update(state, current, mask.shape[0], learned)
         return StageOutput({"rewards": rewards}, metrics, moved)
 
 

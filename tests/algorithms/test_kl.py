@@ -153,6 +153,11 @@ def test_adaptive_controller_by_hand():
     # 10 % over
     np.testing.assert_allclose(controller.update(state, jnp.float32(0.11), 50), 0.525, rtol=1e-5)
     assert controller.update(state, jnp.float32(0.1), 50) == state
+    # far over, and 30 of the 50 samples are masked: 0.2 times 20 / 100
+    learned = jnp.float32(0.4)
+    np.testing.assert_allclose(
+        controller.update(state, jnp.float32(9.0), 50, learned), 0.52, rtol=1e-6
+    )
     # 500 samples far under the target would make it 0.5 * (1 - 0.2 * 5) = 0.
     np.testing.assert_allclose(controller.update(state, jnp.float32(0.0), 499), 0.001, rtol=1e-3)
     with pytest.raises(ValueError, match="a horizon above 100"):

@@ -15,6 +15,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
+from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.tokenizer import load_tokenizer
 
 LEFT_OUT = (1, 6, 7)
@@ -43,18 +44,19 @@ class Steps:
         scores[list(LEFT_OUT)] = self._score
         return scores
 
-    def run(self, score: float) -> tuple[Any, Any, dict[str, Any]]:
+    def run(self, score: float) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         self._score = score
         phase = self._phase
         batch = make_global(prompts(phase.config), batch_sharding(phase.mesh))
         states, batch, metrics = phase.program.run(first_states(phase), batch, 1, None, Timer())
-        return fetch(states["actor"].params), fetch(batch), fetch(metrics)
+        learned = {"actor": states["actor"].params, "kl": states.get(KL_CONTROLLER)}
+        return fetch(learned), fetch(batch), fetch(metrics)
 
 
 @pytest.mark.parametrize(
     "algorithm",
     [
-        c.PPO(use_kl_in_reward=True, kl_coef=0.05, kl_controller="adaptive"),
+        c.PPO(use_kl_in_reward=True, kl_coef=0.05, kl_controller="adaptive", kl_horizon=10.0),
         c.GRPO(rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="seq_mean_k1",
                rollout_rs_threshold="0.5_2"),
         pytest.param(c.GPG(), marks=pytest.mark.slow),
@@ -72,6 +74,9 @@ def test_the_score_of_a_sample_that_is_left_out_moves_nothing(algorithm: Any) ->
     assert not batch.advantages[list(LEFT_OUT)].any()
     kept = np.setdiff1d(np.arange(len(batch.scores)), LEFT_OUT)
     assert metrics["critic/score/mean"] == pytest.approx(batch.scores[kept].mean())
+    if isinstance(algorithm, c.PPO):  # the policy is the reference, so the KL is 0
+        moved = 1 - 0.2 * len(kept) / algorithm.kl_horizon
+        assert low["kl"] == pytest.approx(algorithm.kl_coef * moved, rel=1e-6)
 
 
 def test_truncated_samples_of_a_model_reward_are_left_out() -> None:

@@ -25,10 +25,10 @@ class TraceWriter:
     Keys: step, policy_version (of the policy that sampled the first token), last_policy_version (of
     the last one: newer in a partial rollout), index (in its batch), data_source, row, prompt,
     prompt_ids, question (of a conversation: the last turn of the user), ground_truth, response,
-    tokens, logprobs (the sampler's), finished, score, parts (reward of each function, null where it
-    did not apply), extras (what reward functions logged), failures, details (of the first samples
-    of a step: further numbers of each token by name, or one number for all). Log-probs have enough
-    digits for the same float32.
+    tokens, logprobs (the sampler's), finished, score (null for a masked failure), parts (reward of
+    each function, null where it did not apply), extras (what reward functions logged), failures,
+    details (of the first samples of a step: further numbers of each token by name, or one number
+    for all). Log-probs have enough digits for the same float32.
 
     A thread writes, and holds Python's lock for little of it. A step of 0.5 million tokens took
     half a second of Python, in which the next generation was not dispatched. `write` waits for the
@@ -132,7 +132,7 @@ class TraceWriter:
                     "tokens": np.asarray(completion.tokens, np.int32),
                     "logprobs": np.asarray(completion.logprobs, np.float32),
                     "finished": bool(completion.finished),
-                    "score": float(scores[i]),
+                    "score": _or_none(scores[i]),
                     "parts": {name: _or_none(part[i]) for name, part in parts.items()},
                     "extras": dict(extras[i]) if extras else {},
                     "failures": list(failures.get(i, ())),

@@ -15,7 +15,7 @@ class Sample:
 
     prompt: str  # as rendered by the chat template
     response: str
-    score: float
+    score: float  # NaN if its reward failed and the sample is masked
     parts: Mapping[str, float]  # unweighted score of each reward function; NaN for None
     ground_truth: Any
     data_source: str

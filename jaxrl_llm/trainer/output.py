@@ -226,6 +226,8 @@ class RunOutput(MetricsLog):
             failures: dict[int, list[str]] = {}
             for failure in reward.failures:
                 failures.setdefault(failure.index, []).append(failure.describe())
+            if self._config.reward.on_failure == "mask":
+                scores = np.where(reward.failed != 0, np.float32(np.nan), scores)
         owned = context.rows.owned
         prompts = context.prompts_of(owned)
         if self._trace is not None:

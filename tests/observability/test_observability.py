@@ -314,7 +314,7 @@ def write_trace(trace, kind, step, **changes):
         policy_version=step - 1,
         prompts=prompts,
         completions=completions,
-        scores=np.float32([1.0, 0.0]),
+        scores=np.float32([1.0, np.nan]),  # the second failed
         **changes,
     )
     return logprobs
@@ -357,11 +357,8 @@ def test_trace_holds_every_sample(tmp_path):
     }
     assert second["details"] == {}
     assert np.float32(first["logprobs"]).tolist() == list(logprobs)
-    assert (second["index"], second["parts"], second["failures"]) == (
-        5,
-        {"exact": None},
-        ["it hung"],
-    )
+    assert (second["index"], second["score"], second["failures"]) == (5, None, ["it hung"])
+    assert second["parts"] == {"exact": None}
     trace.close()
 
 

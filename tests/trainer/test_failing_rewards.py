@@ -68,6 +68,9 @@ def test_samples_whose_reward_fails_leave_the_batch(tmp_path: Path) -> None:
         line["critic/score/mean"] < 1.0 for line in (scored.metrics()[1], scored.metrics()[2])
     )
     assert "reward/masked_frac" not in scored.metrics()[1]
+    for run, score in ((masked, None), (scored, 0.0)):
+        for sample in run.samples("train").values():
+            assert sample["score"] == (score if sample["failures"] else 1.0)
 
 
 def test_a_short_run_ends_as_a_longer_one_does(tmp_path: Path) -> None:

@@ -85,13 +85,14 @@ class SamplesTab {
   chosen() {
     const { kind, source, text, order, least, most } = this.filters, wanted = text.toLowerCase();
     const has = (sample) => `${sample.prompt}\n${sample.response}`.toLowerCase().includes(wanted);
+    const score = (sample) => sample.score ?? NaN;  // none if its reward failed
     const found = this.all().filter(({ sample }) =>
       (!kind || sample.kind === kind) && (!source || sample.data_source === source)
-      && (least === "" || sample.score >= Number(least))
-      && (most === "" || sample.score <= Number(most)) && (!wanted || has(sample)));
+      && (least === "" || score(sample) >= Number(least))
+      && (most === "" || score(sample) <= Number(most)) && (!wanted || has(sample)));
     const keys = {
-      newest: (s) => -s.step, oldest: (s) => s.step, best: (s) => -s.score,
-      worst: (s) => s.score, longest: (s) => -s.num_tokens,
+      newest: (s) => -s.step, oldest: (s) => s.step, best: (s) => -(s.score ?? -Infinity),
+      worst: (s) => s.score ?? Infinity, longest: (s) => -s.num_tokens,
     };
     return found.sort((a, b) => keys[order](a.sample) - keys[order](b.sample));
   }

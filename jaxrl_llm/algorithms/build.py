@@ -213,7 +213,8 @@ def rejection_sampling(s: c.RejectionSampling) -> Algorithm:
 
 def distillation(s: c.Distillation) -> Algorithm:
     if s.kl_type in ("k1", "kl"):
-        return compose(_of_completions(s), imitation.teacher_advantage, _clip(s))
+        loss = imitation.with_distance(_clip(s))
+        return compose(_of_completions(s), imitation.teacher_advantage, loss)
     loss = partial(imitation.reverse_kl, estimator=kl_penalty(s.kl_type))
     return compose(_of_completions(s), imitation.no_advantage, loss)
 

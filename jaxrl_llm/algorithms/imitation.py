@@ -4,11 +4,13 @@ Shapes: B samples, R response tokens, right-padded, K candidates a token.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.algorithms.fields import FieldFunction, field_names
 from jaxrl_llm.numerics import masked_mean, masked_sum
 
 Estimate = tuple[Float[Array, "B R"], Float[Array, "B R"]]
@@ -106,8 +108,30 @@ def reverse_kl(
     keep = mask != 0
     student = jnp.where(keep, logprobs, 0.0)
     teacher = jnp.where(keep, teacher_logprobs, 0.0)
-    metrics = {"distillation/reverse_kl": jax.lax.stop_gradient(student - teacher)}
+    metrics = _distance(logprobs, teacher_logprobs, mask)
     return jnp.where(keep, estimator(student, teacher), 0.0), metrics
+
+
+def with_distance(policy_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`policy_loss` that also reports `distillation/reverse_kl`, the k1 estimate of `reverse_kl`.
+
+    The result also reads `teacher_logprobs`. Loss and gradient do not change.
+    """
+    own = field_names(policy_loss)
+    reads = tuple(dict.fromkeys((*own, "logprobs", "teacher_logprobs", "mask")))
+
+    def measured(*values: Any) -> Any:
+        fields = dict(zip(reads, values, strict=True))
+        loss, metrics = policy_loss(*(fields[name] for name in own))
+        distance = _distance(fields["logprobs"], fields["teacher_logprobs"], fields["mask"])
+        return loss, metrics | distance
+
+    return FieldFunction(measured, reads)
+
+
+def _distance(logprobs: Array, teacher_logprobs: Array, mask: Array) -> dict[str, Array]:
+    gap = jnp.where(mask != 0, logprobs - teacher_logprobs, 0.0)
+    return {"distillation/reverse_kl": jax.lax.stop_gradient(gap)}
 
 
 def forward_kl_top_k(

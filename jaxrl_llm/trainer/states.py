@@ -163,11 +163,29 @@ def _derive_or_load(plan: Plan, name: str, actor: Params) -> Params:
     if name == "reference":
         return derive_reference(role, actor)
     of = "critic" if name == CRITIC_BASE else name
+    seed = role_seed(plan.config, of)
     if of in plan.sources:
-        return load_params(role, plan.sources[of], role_seed(plan.config, of))
-    if role.spec.kind == "causal_lm":
+        params = load_params(role, plan.sources[of], seed)
+    elif role.spec.kind == "causal_lm":
         return derive_reference(role, actor)
-    return _derive_scalar(role, actor, role_seed(plan.config, of))
+    else:
+        params = _derive_scalar(role, actor, seed)
+    extra = {model.name: model for model in plan.config.models}.get(name)
+    if extra is None or extra.path or role.spec.kind != "scalar":
+        return params
+    return _with_random_head(role, params, seed)
+
+
+def _with_random_head(role: Role, params: Params, seed: int) -> Params:
+    """The parameters of a scalar model that never learns; a head of zeros would score 0."""
+    std, kernel = role.spec.config.initializer_range, role.spec.params["score"]["kernel"]
+
+    def draw() -> Params:
+        drawn = std * jax.random.normal(jax.random.key(seed), kernel.shape)
+        return {"kernel": drawn.astype(kernel.dtype)}
+
+    place = role.param_shardings["score"]
+    return params | {"score": call(jax.jit(draw, out_shardings=place), (), role.mesh)}
 
 
 def derive_reference(role: Role, params: Params) -> Params:

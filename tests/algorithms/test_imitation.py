@@ -139,6 +139,31 @@ def test_reverse_kl_by_hand(checked, kind, expected):
     )
 
 
+def test_the_clipped_loss_of_the_default_reports_the_same_distance():
+    """The loss is -(teacher - old) times a ratio of 1, with the gradient of the plain loss."""
+    algorithm, plain = build_online(c.Distillation()), build_online(c.GRPO()).policy_loss
+    advantages, _ = algorithm.advantage(LOGPROBS, TEACHER, TWO)
+    fields = {"logprobs": LOGPROBS, "old_logprobs": LOGPROBS, "teacher_logprobs": TEACHER}
+    fields |= {"advantages": advantages, "mask": TWO}
+
+    def run(policy_loss):
+        reads = field_names(policy_loss)
+
+        def loss(x):
+            per_token, metrics = policy_loss(*((fields | {"logprobs": x})[n] for n in reads))
+            return per_token.sum(), metrics
+
+        return compiled(jax.value_and_grad(loss, has_aux=True), LOGPROBS)
+
+    (value, metrics), gradient = run(algorithm.policy_loss)
+    np.testing.assert_allclose(value, -0.3 + 2.0 - 0.5, atol=1e-6)
+    distance = metrics.pop("distillation/reverse_kl")
+    np.testing.assert_allclose(distance, [[-0.3, 2.0], [-0.5, 0.0]], atol=1e-6)
+    (plain_value, plain_metrics), plain_gradient = run(plain)
+    assert metrics.keys() == plain_metrics.keys() and value == plain_value
+    np.testing.assert_array_equal(gradient, plain_gradient)
+
+
 def test_reverse_kl_gradient_by_finite_differences():
     teacher = np.array([[-0.2, -3.0], [-1.5, -0.7]])
 

@@ -3,14 +3,26 @@
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from test_online_algorithms import config_of
-from tiny_iteration import MODEL, even_tokens, first_states, open_iteration, run_step
+from tiny_iteration import (
+    MODEL,
+    PROMPTS,
+    N,
+    even_tokens,
+    first_states,
+    open_iteration,
+    run_step,
+)
 
 from jaxrl_llm.config import ConfigError, Custom, ExtraModelConfig, load_config
+from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
+from jaxrl_llm.tokenizer import load_tokenizer
+from jaxrl_llm.trainer.states import untrained_states
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "cost_model.py"
@@ -72,19 +84,20 @@ def test_a_language_model_has_no_score_to_weigh(tmp_path):
         load_config("grpo", changes)
 
 
-def test_the_example_is_a_config_that_plans(tmp_path):
-    config = load_config(str(EXAMPLE), [("run_dir", str(tmp_path))])
-    (iteration,) = _planned(config).phases
-    assert "cost_penalty" in [stage.name for stage in iteration.stages]
+def test_the_example_is_a_config_that_subtracts_a_cost(tmp_path):
+    sizes = {"data.train_batch_size": PROMPTS, "rollout.n": N, "actor.ppo_mini_batch_size": PROMPTS}
+    changes = [(key, str(size)) for key, size in sizes.items()]
+    config = load_config(str(EXAMPLE), [("run_dir", str(tmp_path)), *changes])
+    mesh = make_mesh(devices=jax.devices()[:1])
+    plan = plan_online(config, load_tokenizer("char"), mesh, ArrayReward(even_tokens))
+    (iteration,) = plan.phases
+    _, batch, metrics = run_step(iteration, untrained_states(plan), 1)
+    subtracted = batch.function_scores - np.asarray(batch.scores)
+    assert subtracted.min() == 0 and subtracted.max() > 0 and metrics["cost/excess"] > 0
+    costs = np.maximum(batch["cost_scores"], 0)
+    np.testing.assert_allclose(subtracted, 0.1 * costs, atol=1e-6)
     page = (DOCS / "add-a-stage.md").read_text()
     assert EXAMPLE.read_text().split("\n\n\n")[1] in page  # the stage, word for word
-
-
-def _planned(config):
-    from jaxrl_llm.distributed.mesh import make_mesh
-    from jaxrl_llm.tokenizer import load_tokenizer
-
-    return plan_online(config, load_tokenizer("char"), make_mesh(), ArrayReward(even_tokens))
 
 
 OWN = """

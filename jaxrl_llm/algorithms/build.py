@@ -234,7 +234,7 @@ def _clip(s: c.Clipped | c.Distillation) -> Callable[..., Any]:
 
 
 def _group_advantage(s: c.GRPO | c.GroupAdvantage) -> Callable[..., Any]:
-    return partial(group_advantages.grpo, norm_adv_by_std=s.norm_adv_by_std)
+    return partial(group_advantages.grpo, norm_adv_by_std=s.norm_adv_by_std, std_of=s.std_of)
 
 
 def _trust_region(s: c.DPPOTV, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,13 +12,15 @@ docstring says otherwise:
 Shapes: B samples, R response tokens, right-padded, K reward parts.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms.advantages import returns_to_go
-from jaxrl_llm.algorithms.sample_masks import num_samples
-from jaxrl_llm.numerics import masked_count, masked_sum, masked_whiten, safe_divide
+from jaxrl_llm.algorithms.sample_masks import in_a_group, num_samples
+from jaxrl_llm.numerics import masked_count, masked_sum, masked_var, masked_whiten, safe_divide
 
 GROUP_STD_EPS = 1e-6  # added to the standard deviation of a group, as in verl
 
@@ -31,20 +33,28 @@ def grpo(
     group_ids: Int[Array, " B"],
     *,
     norm_adv_by_std: bool = True,
+    std_of: Literal["group", "batch", "advantages"] = "group",
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """GRPO: a sample's reward relative to its group, the same on each of its tokens.
 
-    A_i = (r_i - mean of the group) / (std of the group + 1e-6), with the unbiased std. The std of
-    a group of one is 1.
+    A_i = (r_i - mean of the group) / (std + 1e-6), with the unbiased std of one of these:
 
-    The division amplifies groups whose rewards hardly differ. `norm_adv_by_std=False` omits it:
-    Dr. GRPO, Liu et al. 2025, arXiv:2503.20783. Do not use it with one sample a prompt.
-    Shao et al. 2024, arXiv:2402.03300.
+    - `group`: rewards of the group. The std of a group of one is 1.
+    - `batch`: rewards of all samples, as TRL's `scale_rewards="batch"`. arXiv:2508.08221.
+    - `advantages`: r_j - mean of the group of j, of all samples. ScaleRL, arXiv:2510.13786.
+
+    The std of the group amplifies groups whose rewards hardly differ; the others scale all groups
+    alike. `norm_adv_by_std=False` omits the division: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783.
+    Do not use it with one sample a prompt. Shao et al. 2024, arXiv:2402.03300.
     """
     totals = masked_sum(rewards, mask, axis=1)
     everyone = jnp.ones_like(totals, bool)
-    deviation = _standardized(totals, group_ids, everyone, norm_adv_by_std)
-    return _on_tokens(deviation, mask)
+    if not norm_adv_by_std or std_of == "group":
+        return _on_tokens(_standardized(totals, group_ids, everyone, norm_adv_by_std), mask)
+    deviation = _standardized(totals, group_ids, everyone, by_std=False)
+    spread = totals if std_of == "batch" else deviation
+    std = jnp.sqrt(masked_var(spread, in_a_group(group_ids)))
+    return _on_tokens(deviation / (std + GROUP_STD_EPS), mask)
 
 
 def grpo_passk(

@@ -7,7 +7,7 @@ needs no code for that: it sees an empty mask, and a group that has this sample 
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def learned_tokens(
@@ -17,9 +17,14 @@ def learned_tokens(
     return jnp.where(sample_mask[:, None] != 0, mask, 0.0)
 
 
+def in_a_group(group_ids: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """False for samples that `without_left_out` has put in groups of their own."""
+    return group_ids >= 0
+
+
 def num_samples(group_ids: Int[Array, " B"]) -> Float[Array, ""]:
     """Number of samples without those that `without_left_out` has put in groups of their own."""
-    return jnp.sum(group_ids >= 0, dtype=jnp.float32)
+    return jnp.sum(in_a_group(group_ids), dtype=jnp.float32)
 
 
 def without_left_out(

@@ -135,7 +135,10 @@ class GRPO(Clipped, kind="grpo"):
     The KL in the loss follows verl's recipes. The paper aggregates by seq-mean-token-mean.
     """
 
-    norm_adv_by_std: bool = True  # whether advantages are divided by the group's std
+    norm_adv_by_std: bool = True  # whether advantages are divided by a standard deviation
+    # Standard deviation that divides advantages: the group's rewards, all rewards of the batch
+    # (TRL's scale_rewards=batch), or all advantages of the batch (ScaleRL).
+    std_of: Literal["group", "batch", "advantages"] = "group"
     use_kl_loss: bool = True
 
 
@@ -196,7 +199,10 @@ class OptimalTokenBaseline(Clipped, kind="optimal_token_baseline"):
 class GroupAdvantage(Composed):
     """A policy loss on the advantages of GRPO."""
 
-    norm_adv_by_std: bool = True  # whether advantages are divided by the group's std
+    norm_adv_by_std: bool = True  # whether advantages are divided by a standard deviation
+    # Standard deviation that divides advantages: the group's rewards, all rewards of the batch
+    # (TRL's scale_rewards=batch), or all advantages of the batch (ScaleRL).
+    std_of: Literal["group", "batch", "advantages"] = "group"
 
 
 class GSPO(GroupAdvantage, kind="gspo"):

@@ -53,15 +53,16 @@ def _set_algorithm(source: Source, values: dict[str, Any]) -> None:
 def _set_grpo(source: Source, values: dict[str, Any]) -> None:
     loss = str(source.get("loss_type"))
     scale = source.get("scale_rewards")
-    if scale == "batch":
-        raise ConfigError("scale_rewards=batch has no counterpart; group and none have")
-    values["algorithm.norm_adv_by_std"] = scale in ("group", True)
+    values["algorithm.norm_adv_by_std"] = scale in ("group", "batch", True)
     if source.get("multi_objective_aggregation") == "normalize_then_sum":
         values["algorithm.kind"] = "gdpo"
+        values["algorithm.norm_adv_by_std"] = True  # TRL scales each reward by its group
     elif source.get("importance_sampling_level") == "sequence":
         values["algorithm.kind"] = "gspo"
     elif loss in ("cispo", "sapo"):
         values["algorithm.kind"] = loss
+    if scale == "batch" and values["algorithm.kind"] != "gdpo":
+        values["algorithm.std_of"] = "batch"
     if loss in AGGREGATIONS:
         values["algorithm.loss_aggregation"] = AGGREGATIONS[loss]
     elif loss not in ("cispo", "sapo"):

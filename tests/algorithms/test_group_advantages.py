@@ -11,6 +11,7 @@ from compiled import compiled
 from jaxrl_llm.algorithms import advantages, group_advantages
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.group_advantages import GROUP_STD_EPS
+from jaxrl_llm.algorithms.sample_masks import without_left_out
 
 # Two groups, 4 with three samples and 9 with two; the third sample of group 4 is two tokens long.
 REWARDS = np.array([[0, 1.0], [0, 0], [0.5, 0], [0, 0.2], [0, 0.8]], np.float32)
@@ -51,6 +52,26 @@ def test_reinforce_plus_plus_baseline_by_hand(checked):
     fn = checked(group_advantages.reinforce_plus_plus_baseline)
     found, _ = compiled(fn, REWARDS, MASK, GROUPS)
     np.testing.assert_allclose(found, whiten(on_tokens([0.5, -0.5, 0, -0.3, 0.3])), atol=1e-5)
+
+
+# The rewards with 2 more in group 9: deviations are 0.5, -0.5, 0, -0.3, 0.3 as before. The std of
+# all rewards is sqrt(5.48 / 4), of all deviations sqrt(0.68 / 4). Without the first sample the
+# deviations are -0.25, 0.25, -0.3, 0.3, and the stds sqrt(5.3675 / 3) and sqrt(0.305 / 3).
+@pytest.mark.parametrize(
+    ("std_of", "std", "left"), [("batch", 1.17047, 1.337598), ("advantages", 0.412311, 0.318852)]
+)
+def test_grpo_by_the_std_of_the_batch_by_hand(checked, std_of, std, left):
+    fn = partial(group_advantages.grpo, std_of=std_of)
+    rewards = REWARDS + np.float32([[0, 0], [0, 0], [0, 0], [2, 0], [0, 2]])
+    advantages, _ = compiled(checked(fn), rewards, MASK, GROUPS)
+    deviations = np.array([0.5, -0.5, 0, -0.3, 0.3])
+    np.testing.assert_allclose(advantages, on_tokens(deviations / std), rtol=2e-5, atol=1e-6)
+    fields = {"mask": jnp.array(MASK), "group_ids": jnp.array(GROUPS)}
+    kept = without_left_out(fields, jnp.float32([0, 1, 1, 1, 1]), compares=True)
+    failed = rewards + np.float32([[1e6, 0], [0, 0], [0, 0], [0, 0], [0, 0]])
+    advantages, _ = compiled(fn, failed, kept["mask"], kept["group_ids"])
+    deviations = np.array([0, -0.25, 0.25, -0.3, 0.3])
+    np.testing.assert_allclose(advantages, on_tokens(deviations / left), rtol=2e-5, atol=1e-6)
 
 
 def test_opo_by_hand(checked):

@@ -27,6 +27,8 @@ REQUIRED: dict[Any, dict[str, Any]] = {
 def online() -> list[Any]:
     """An algorithm of each online kind."""
     built = {kind.__name__: build_algorithm(kind(**REQUIRED.get(kind, {}))) for kind in BUILDERS}
+    for std_of in ("batch", "advantages"):
+        built[f"GRPO by the std of the {std_of}"] = build_algorithm(c.GRPO(std_of=std_of))
     return [
         pytest.param(algorithm, id=name)
         for name, algorithm in built.items()

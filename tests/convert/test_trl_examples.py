@@ -98,6 +98,13 @@ def test_ppo_reads_the_policy_from_sft_model_path():
         ("--beta 0.04 --use_bias_correction_kl false", {"kl_loss_unbiased": False}),
         ("--off_policy_mask_threshold 0.2", {"off_policy_mask": 0.2}),
         ("--scale_rewards none", {"norm_adv_by_std": False}),
+        ("--scale_rewards batch", {"norm_adv_by_std": True, "std_of": "batch"}),
+        ("--scale_rewards batch --loss_type cispo --epsilon_high 5", {"std_of": "batch"}),
+        # TRL then scales each reward by its group, whatever scale_rewards says.
+        (
+            "--multi_objective_aggregation normalize_then_sum --scale_rewards none",
+            {"kind": "gdpo", "norm_adv_by_std": True},
+        ),
         ("--loss_type dr_grpo", {"loss_aggregation": "seq-mean-token-sum-norm", "loss_scale": 512}),
         ("--loss_type bnpo --epsilon_high 0.3", {"clip_low": 0.2, "clip_high": 0.3}),
         ("--delta 2.5", {"clip_c": 2.5}),

@@ -9,9 +9,7 @@ CHATML = (
 )
 
 # Qwen2.5 with tools: calls are JSON objects, successive results are one user turn.
-TOOLS = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson + '\n' }}{% endfor %}"
-    "<|im_end|>\n{% endif %}"
+_TURNS_WITH_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
@@ -20,6 +18,27 @@ TOOLS = (
     "{% for c in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + GENERATE
+)
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson + '\n' }}{% endfor %}"
+    "<|im_end|>\n{% endif %}" + _TURNS_WITH_TOOLS
+)
+
+# Qwen3 2507: the same turns, and Qwen's own words about tools.
+QWEN3_2507 = (
+    "{% if tools %}<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist "
+    "with the user query.\n\nYou are provided with function signatures within <tools></tools> XML "
+    "tags:\n<tools>{% for t in tools %}{{ '\n' + t | tojson }}{% endfor %}{{ '\n</tools>' }}\n\n"
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    "<|im_end|>\n{% endif %}" + _TURNS_WITH_TOOLS
+)
+# Qwen3 as it is trained in several turns: every turn keeps its thinking, if only an empty block.
+QWEN3_KEPT = QWEN3_2507.replace(
+    "{{ m.content or '' }}",
+    "{% if m.role == 'assistant' and '<think>' not in (m.content or '') %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content or '' }}",
 )
 
 # Qwen3: thinking of turns before the last question is dropped, and the last has a block always.

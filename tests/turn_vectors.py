@@ -30,15 +30,23 @@ class Recorded:
     def encode_parts(self, text, places):
         (place,), ids = places, self.encode(text)
         cut = self._case["dummies"][text]
-        assert text[:place].endswith("<|im_end|>")
+        assert text[place:] == self.decode(ids[cut:])  # the recorded cut
         return [ids[:cut], ids[cut:]]
+
+    def decode(self, ids):
+        return "".join(self._texts[i] for i in ids)
+
+
+def recorded(name):
+    """The case of that name."""
+    file = VECTORS / f"turns_{name.partition('_')[0]}.json"
+    cases = json.loads(file.read_text())["cases"]
+    return next(case for case in cases if case["name"] == name)
 
 
 def check_suffix(name, folder, template):
     """ids = prompt + sampled + suffix + sampled, as recorded."""
-    file = VECTORS / f"turns_{name.partition('_')[0]}.json"
-    cases = json.loads(file.read_text())["cases"]
-    case = next(case for case in cases if case["name"] == name)
+    case = recorded(name)
     turn = case["turns"][0]
     full = next(t for t, ids in case["encodings"].items() if ids == turn["dummy_full_ids"])
     tokenizer = Recorded({**case, "dummies": {full: turn["cut"]}}, folder, template)
@@ -50,3 +58,16 @@ def check_suffix(name, folder, template):
     assert case["prompt_ids"] + sampled[0] + suffix + sampled[1] == case["ids"]
     prompt = Turns(tokenizer, case["tools"]).prompt(case["first_messages"])
     assert tokenizer.encode(prompt) == case["prompt_ids"]
+
+
+def check_cut_turn(name, folder, template):
+    """A turn that was cut at the token limit ends its row, and is continued where it stands."""
+    case = recorded(name)
+    (turn,) = case["turns"]
+    tokenizer = Recorded(case, folder, template)
+    turns, asked = Turns(tokenizer), case["first_messages"]
+    prompt = tokenizer.encode(turns.prompt(asked))
+    assert prompt + turn["sampled_ids"] == case["ids"]
+    assert case["end_of_turn_id"] not in turn["sampled_ids"]
+    continued = turns.prompt([*asked, {"role": "assistant", "content": turn["sampled_text"]}])
+    assert continued == tokenizer.decode(case["ids"])

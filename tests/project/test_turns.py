@@ -6,7 +6,7 @@ import re
 import pytest
 import turn_templates as templates
 from turn_tokenizers import BOS, EOS, KINDS, open_tokenizer
-from turn_vectors import check_suffix
+from turn_vectors import check_cut_turn, check_suffix
 
 from jaxrl_llm.turns import TurnEnd
 
@@ -336,6 +336,20 @@ SMOLLM2 = (
 )
 
 
-@pytest.mark.parametrize("case", ["smollm2_retry", "smollm2_split", "smollm2_tool_role"])
-def test_suffixes_are_the_recorded_ones(case, tmp_path):
-    check_suffix(case, tmp_path, SMOLLM2)
+@pytest.mark.parametrize(
+    ("case", "template"),
+    [
+        ("smollm2_retry", SMOLLM2),
+        ("smollm2_split", SMOLLM2),
+        ("smollm2_tool_role", SMOLLM2),
+        ("qwen3_instruct_2507_two_calls", templates.QWEN3_2507),
+        ("qwen3_training_two_calls", templates.QWEN3_KEPT),
+        ("qwen3_think_stripped", templates.QWEN3_KEPT),
+    ],
+)
+def test_suffixes_are_the_recorded_ones(case, template, tmp_path):
+    check_suffix(case, tmp_path, template)
+
+
+def test_a_turn_that_was_cut_is_the_recorded_one(tmp_path):
+    check_cut_turn("smollm2_truncated", tmp_path, SMOLLM2)

@@ -19,11 +19,10 @@ from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.rewards.statistics import merge
 from jaxrl_llm.rewards.steps import last_tokens
+from jaxrl_llm.supervision.masked_steps import MOST_STEPS, named_steps
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
-
-MOST_FAILED = 3  # calls in a row in which no sample got a reward; in a shorter run its steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class RewardFunctions(HostReward):
     tokenizer: Tokenizer
     stops: Stops
     process_rewards: bool = False  # rewards of steps go to the tokens that end them
-    most_failed: int = MOST_FAILED
+    most_failed: int = MOST_STEPS  # calls in a row in which no sample got a reward
     masks_failed: bool = False  # failed samples are left out
     masks_truncated: bool = False  # samples that were cut at the maximum length are left out
     # Last steps in which all samples failed, each with its first failure.
@@ -88,11 +87,12 @@ class RewardFunctions(HostReward):
         else:
             self._failed.append((step, next(text for _, _, text in everyone if text)))
         if len(self._failed) == self.most_failed:
-            begin, first = self._failed[0]
-            steps = f"step {step}" if begin == step else f"steps {begin} to {step}"
+            steps = [step for step, _ in self._failed]
+            _, first = self._failed[0]
             raise ValueError(
-                f"every reward of {steps} failed, so nothing is learned. The first: {first}. "
-                "Fix the reward function; the same command then goes on from the last checkpoint"
+                f"every reward of {named_steps(steps)} failed, so nothing is learned. The first: "
+                f"{first}. Fix the reward function; the same command then goes on from the last "
+                "checkpoint"
             )
         return reward.scores, columns, statistics.metrics()
 
@@ -161,5 +161,5 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
         process_rewards=rewards.process_rewards,
         masks_failed=rewards.on_failure == "mask",
         masks_truncated=config.rollout.mask_truncated,
-        most_failed=min(MOST_FAILED, config.total_steps),
+        most_failed=min(MOST_STEPS, config.total_steps),
     )

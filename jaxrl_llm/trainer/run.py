@@ -42,6 +42,7 @@ from jaxrl_llm.supervision.disk_space import (
     wait_for_space,
 )
 from jaxrl_llm.supervision.listener import Listener
+from jaxrl_llm.supervision.masked_steps import MOST_STEPS, MaskedSteps
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
 from jaxrl_llm.supervision.run_lock import RunLock
@@ -254,6 +255,7 @@ class Run:
                 total_steps=config.total_steps,
                 message=message,
             ),
+            MaskedSteps(most=min(MOST_STEPS, config.total_steps)),
             Progress(batches=batches, totals=self.totals),
             self.lock,
             self.callbacks,

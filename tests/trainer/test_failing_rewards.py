@@ -73,6 +73,22 @@ def test_samples_whose_reward_fails_leave_the_batch(tmp_path: Path) -> None:
             assert sample["score"] == (score if sample["failures"] else 1.0)
 
 
+SHORT_FAIL = """
+def digits(completions):
+    return [1.0 if len(text) == 4 else None for text in completions]
+"""
+
+
+def test_samples_that_failed_or_were_truncated_end_the_run_together(tmp_path: Path) -> None:
+    """Neither reason alone holds for all samples of a step."""
+    run = TinyRun(tmp_path, *SMALL, "--config.rollout.mask_truncated=true")
+    (tmp_path / "reward.py").write_text(SHORT_FAIL)
+    output = run.finish_here(code=2)
+    assert "error: every sample of steps 1 to 3 was masked, so nothing is learned" in output
+    failed = [bool(sample["failures"]) for sample in run.samples("train").values()]
+    assert any(failed) and not all(failed)
+
+
 def test_a_short_run_ends_as_a_longer_one_does(tmp_path: Path) -> None:
     """It has no three steps: all that it has failed."""
     output = run_with(tmp_path / "one", [1]).finish_here("--config.total_steps=1", code=2)

@@ -154,6 +154,8 @@ class CharTokenizer:
     stop_ids = (1,)
     stop_origins: Mapping[int, str] = {1: "character tokenizer"}
     has_chat_template = False
+    template_text = ""
+    added_tokens: Mapping[str, tuple[int, bool]] = {PAD_TOKEN: (0, True), EOS_TOKEN: (1, True)}
     limit: int | None = None  # size of the model's vocabulary, where it is smaller
 
     def __init__(self) -> None:
@@ -334,6 +336,12 @@ class HFTokenizer:
         """Whether the directory has a chat template."""
         return self._tokenizer.chat_template is not None
 
+    @cached_property
+    def template_text(self) -> str:
+        """The chat template; of several named ones, all."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text. Text that spells a special token gives that token's id.
 
@@ -464,9 +472,7 @@ class HFTokenizer:
 
     @cached_property
     def _template_words(self) -> set[str]:
-        template = self._tokenizer.chat_template
-        texts = template.values() if isinstance(template, dict) else [template]
-        return {word for text in texts for word in re.findall(r"\w+", str(text))}
+        return set(re.findall(r"\w+", self.template_text))
 
     def _tell(self, line: str) -> None:
         if line not in self._told:

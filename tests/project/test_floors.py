@@ -26,7 +26,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     ],
     [("models",), ("report",)],
     [("data",), ("rewards",), ("generation",), ("checkpoint",)],
-    [("learner",)],
+    [("learner",), ("agents",)],
     [("program",)],
     [("plan",)],
     [("supervision",)],

@@ -1,0 +1,85 @@
+"""The calls that the templates of TRL write are read again."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from turn_tokenizers import PLAIN, open_tokenizer
+
+from jaxrl_llm.agents.tool_calls import ToolCallParser
+
+pytestmark = pytest.mark.torch
+FOUND = find_spec("trl")
+if FOUND is None or not FOUND.submodule_search_locations:
+    pytest.skip("pip install -e '.[parity]'", allow_module_level=True)
+FOLDER = Path(FOUND.submodule_search_locations[0], "chat_templates")
+TOKEN = re.compile(
+    r"<\|[^<>|\s]+\|>|<\uff5c[^<>\s]+?\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|</s>|<[a-z]+_of_[a-z]+>"
+    r"|<\|\"\|>"
+)
+FAMILIES = {
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_instruct_2507": "hermes",
+    "qwen3_vl": "hermes",
+    "qwen3_5_think": "qwen3_coder",
+    "qwen3_5_nothink": "qwen3_coder",
+    "qwen3_6": "qwen3_coder",
+    "qwen3_8": "qwen3_coder",
+    "nemotron_3_nano": "qwen3_coder",
+    "nemotron_3_super": "qwen3_coder",
+    "nemotron_3_ultra": "qwen3_coder",
+    "glm4moe": "glm",
+    "llama3_1": "llama3",
+    "llama3_2": "llama3",
+    "deepseekv3": "deepseek",
+    "gptoss": "gpt_oss",
+    "gemma4": "gemma4",
+    "gemma4_v5": "gemma4",
+}
+ONE_CALL = ("llama3", "gpt_oss")
+TEXT = "a \u00e9 'b' {c}"
+VALUES = {"a": 17, "b": TEXT, "items": [1, "x", {"k": True}], "exact": True}
+TYPES = {"a": "integer", "b": "string", "items": "array", "exact": "boolean"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                key: {"type": kind, "description": "A value."} for key, kind in TYPES.items()
+            },
+        },
+    },
+}
+
+
+def call(i):
+    function = {"name": "add", "arguments": VALUES | {"a": i}}
+    return {"type": "function", "id": f"call0000{i}", "function": function}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_a_template_are_read_again(name, tmp_path):
+    text = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    special = [token for token in dict.fromkeys(TOKEN.findall(text)) if token not in PLAIN]
+    tokenizer = open_tokenizer(tmp_path, text, special)
+    parser = ToolCallParser(tokenizer, [TOOL])
+    assert parser.family == FAMILIES[name]
+    calls = [call(1)] if parser.family in ONE_CALL else [call(1), call(2)]
+    messages = [
+        {"role": "user", "content": "17+25?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    (row,) = tokenizer.turns([TOOL]).conversation(messages, [1])
+    turn = next(piece for piece in row if piece.learned)
+    before = [i for piece in row[: row.index(turn)] for i in piece.ids]
+    parsed = parser.parse(turn.ids, thinking=parser.opens_thinking(before))
+    assert [c.problem for c in parsed.calls] == [""] * len(calls)
+    assert [(c.name, c.values) for c in parsed.calls] == [
+        ("add", call["function"]["arguments"]) for call in calls
+    ]
+    assert parsed.content == ""

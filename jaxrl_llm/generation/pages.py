@@ -5,9 +5,13 @@ page when its sample outgrows the pages it has. A page is free when its last own
 pages are not returned explicitly. A slot that gets no page waits: it is computed in that step, but
 writes nothing.
 
-Guarantees: no deadlock. Enough pages for one whole response are held back for the oldest live
-sample. So that sample ends and frees at least as many pages, and the next one becomes the oldest.
-The pages that a sample gets do not change its result.
+Older samples come first. A sample gets a page only while enough are left for what all older ones
+are expected to need. So when pages run short, the youngest wait and the others run on, where equal
+shares would make all of them wait for one. A sample is expected to grow by half of its length.
+
+Guarantees: no deadlock. The oldest live sample is expected to reach the longest response. So it
+ends and frees at least as many pages, and the next one becomes the oldest. The pages that a sample
+gets do not change its result.
 
 Shape letters: B slots, N samples, O pages, T pages a slot at most.
 """
@@ -26,8 +30,12 @@ class PageSizes:
     entries: int  # tokens of a page
     num_pages: int
     per_slot: int  # T
-    held_back: int  # pages for the oldest sample; 0 when each slot has fixed pages
-    watermark: int  # no new sample starts when fewer pages are free
+    scarce: bool  # False: each slot has fixed pages
+
+    @property
+    def first(self) -> int:
+        """The pages that a new sample is expected to need."""
+        return max(1, self.per_slot // 8)
 
 
 class PageTable(NamedTuple):
@@ -35,7 +43,6 @@ class PageTable(NamedTuple):
 
     pages_BT: jax.Array  # each slot's pages, in order
     owner_O: jax.Array  # the sample that took a page last; N if none did
-    num_free: jax.Array  # pages without a live owner; all of them when slots have fixed pages
 
 
 def page_sizes(
@@ -53,34 +60,36 @@ def page_sizes(
             f"cache_tokens={cache_tokens} holds less than one response of {own_length} tokens in "
             f"pages of {page_entries}: give at least {per_slot * page_entries}, or 0"
         )
-    scarce = wanted < most
     return PageSizes(
         entries=page_entries,
         num_pages=min(wanted, most),
         per_slot=per_slot,
-        held_back=per_slot if scarce else 0,
-        watermark=wanted // 32 if scarce else 0,
+        scarce=wanted < most,
     )
 
 
 def empty_table(sizes: PageSizes, num_slots: int, num_samples: int) -> PageTable:
     """A table in which no sample has taken a page."""
     pages_BT = jnp.zeros((num_slots, sizes.per_slot), jnp.int32)
-    if not sizes.held_back:
+    if not sizes.scarce:
         pages_BT = jnp.arange(sizes.num_pages, dtype=jnp.int32).reshape(pages_BT.shape)
-    return PageTable(
-        pages_BT=pages_BT,
-        owner_O=jnp.full((sizes.num_pages,), num_samples, jnp.int32),
-        num_free=jnp.int32(sizes.num_pages),
-    )
+    owner_O = jnp.full((sizes.num_pages,), num_samples, jnp.int32)
+    return PageTable(pages_BT=pages_BT, owner_O=owner_O)
 
 
-def num_admissible(table: PageTable, sizes: PageSizes, live_B: jax.Array) -> jax.Array:
-    """The number of samples that may start now; at least one when no slot is live."""
-    if not sizes.held_back:
+def num_admissible(
+    sizes: PageSizes, *, sample_B: jax.Array, live_B: jax.Array, count_B: jax.Array
+) -> jax.Array:
+    """The number of samples that may start now; at least one when no slot is live.
+
+    `take_pages` has the same arguments.
+    """
+    if not sizes.scarce:
         return jnp.int32(live_B.shape[0])
-    left = table.num_free - sizes.held_back - sizes.watermark
-    return jnp.maximum(left, jnp.where(jnp.any(live_B), 0, 1))
+    has_B = jnp.where(live_B, _pages(sizes, count_B), 0)
+    left = sizes.num_pages - jnp.sum(has_B + _needs(sizes, sample_B, live_B, count_B))
+    alone = 1 + (sizes.num_pages - sizes.per_slot) // sizes.first  # the first one is the oldest
+    return jnp.where(jnp.any(live_B), jnp.maximum(left, 0) // sizes.first, alone)
 
 
 def take_pages(
@@ -97,7 +106,7 @@ def take_pages(
     `sample_B` are the slots' samples from 0 to N - 1; a smaller number is older. Returns the new
     table and bool [B], the live slots that can store their next entry.
     """
-    if not sizes.held_back:
+    if not sizes.scarce:
         return table, live_B
     (B,), (num_pages,) = live_B.shape, table.owner_O.shape
     slots_B, pages_O = jnp.arange(B), jnp.arange(num_pages, dtype=jnp.int32)
@@ -111,20 +120,34 @@ def take_pages(
     place_O = jnp.where(free_O, turn_O, B)
     free_B = jnp.zeros((B,), jnp.int32).at[place_O].set(pages_O, mode="drop")
 
-    wants_B = live_B & (count_B % sizes.entries == 0)
-    oldest = jnp.min(jnp.where(live_B, sample_B, num_samples))
-    oldest_B = live_B & (sample_B == oldest)
-    # The oldest sample takes the last free page, which no other sample can get; see `held_back`.
-    turn_B = jnp.cumsum(wants_B & ~oldest_B, dtype=jnp.int32) - 1
-    last = jnp.max(jnp.where(free_O, pages_O, 0))
-    page_B = jnp.where(oldest_B, last, free_B[jnp.clip(turn_B, 0, B - 1)])
-    given_B = wants_B & jnp.where(oldest_B, num_free > 0, turn_B < num_free - sizes.held_back)
+    # Sums over older samples by comparing every pair: XLA's running sum is slower on a GPU.
+    older_BB = sample_B < sample_B[:, None]
+    needs_B = _needs(sizes, sample_B, live_B, count_B)
+    kept_B = jnp.sum(jnp.where(older_BB, needs_B, 0), axis=1)
+    given_B = live_B & (count_B % sizes.entries == 0) & (kept_B < num_free)
+    turn_B = jnp.sum(older_BB & given_B, axis=1, dtype=jnp.int32)
+    page_B = free_B[turn_B]
 
     at = jnp.where(given_B, slots_B, B + slots_B), count_B // sizes.entries
     taken_B = jnp.where(given_B, page_B, num_pages + slots_B)
     table = PageTable(
         pages_BT=table.pages_BT.at[at].set(page_B, mode="drop", unique_indices=True),
         owner_O=table.owner_O.at[taken_B].set(sample_B, mode="drop", unique_indices=True),
-        num_free=num_free - jnp.sum(given_B, dtype=jnp.int32),
     )
-    return table, live_B & (given_B | ~wants_B)
+    return table, live_B & (given_B | (count_B % sizes.entries != 0))
+
+
+def _pages(sizes: PageSizes, count_B: jax.Array) -> jax.Array:
+    """The pages that hold `count_B` entries."""
+    return -(-count_B // sizes.entries)
+
+
+def _needs(
+    sizes: PageSizes, sample_B: jax.Array, live_B: jax.Array, count_B: jax.Array
+) -> jax.Array:
+    """The further pages that live samples are expected to need; 0 for the others."""
+    pages_B = _pages(sizes, count_B)
+    expected_B = jnp.clip((3 * pages_B + 1) // 2, sizes.first, sizes.per_slot)
+    rank_B = jnp.where(live_B, sample_B, jnp.iinfo(jnp.int32).max)
+    expected_B = jnp.where(rank_B == jnp.min(rank_B), sizes.per_slot, expected_B)
+    return jnp.where(live_B, expected_B - pages_B, 0)

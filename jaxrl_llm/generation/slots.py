@@ -158,7 +158,9 @@ def fill_slots(queue: Queue, pages: PageSizes, state: State) -> State:
     slots, num_samples = state.slots, queue.prompts_NP.shape[0]
     free_B = ~slots.live_B
     ready = queue.ready(state.prefilled)
-    admitted = state.head + num_admissible(state.table, pages, slots.live_B)
+    admitted = state.head + num_admissible(
+        pages, sample_B=slots.row_B, live_B=slots.live_B, count_B=slots.count_B
+    )
     slots_B = jnp.arange(len(free_B))
     # Counted by comparing every pair: XLA's running sum of 512 slots takes 44 us on a GPU.
     before_BB = free_B & (slots_B < slots_B[:, None])

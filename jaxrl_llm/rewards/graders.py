@@ -15,7 +15,7 @@ from jaxrl_llm.rewards.loading import absolute_path
 from jaxrl_llm.rewards.math_answer import math_answer
 from jaxrl_llm.rewards.overlong import overlong_penalty
 from jaxrl_llm.rewards.remote import remote
-from jaxrl_llm.rewards.workers.pool import WorkerLimits
+from jaxrl_llm.rewards.workers.process import WorkerLimits
 
 FUNCTIONS: dict[type[c.Grader], Callable[..., Any]] = {
     c.ExactAnswer: exact_answer,

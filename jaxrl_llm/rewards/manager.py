@@ -39,7 +39,8 @@ from jaxrl_llm.rewards.loading import (
 )
 from jaxrl_llm.rewards.statistics import RewardStatistics
 from jaxrl_llm.rewards.steps import Steps
-from jaxrl_llm.rewards.workers.pool import LostCalls, WorkerLimits, WorkerPool
+from jaxrl_llm.rewards.workers.pool import LostCalls, WorkerPool
+from jaxrl_llm.rewards.workers.process import WorkerLimits
 
 if TYPE_CHECKING:  # types.py imports jax, which a program that only grades does not need
     from jaxrl_llm.types import Completion, Prompt

@@ -15,7 +15,7 @@ from jaxrl_llm.rewards import judge as module
 from jaxrl_llm.rewards.http_client import RequestError
 from jaxrl_llm.rewards.judge import AnswerCache, filled, judge, read_score
 from jaxrl_llm.rewards.manager import RewardManager
-from jaxrl_llm.rewards.workers.pool import WorkerLimits
+from jaxrl_llm.rewards.workers.process import WorkerLimits
 from jaxrl_llm.types import Completion, Prompt
 
 

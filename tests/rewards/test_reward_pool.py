@@ -286,7 +286,7 @@ def test_workers_do_not_import_jax(rewards):
 def test_a_worker_lost_between_steps_costs_no_sample(rewards):
     with RewardManager([rewards("compute_score")], num_workers=1) as manager:
         manager.score(*samples("ab"), step=1)
-        process = manager._pool._workers[0]._process
+        process = manager._pool._workers[0]._process._process
         assert process is not None
         process.send_signal(signal.SIGKILL)
         process.wait()

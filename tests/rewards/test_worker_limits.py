@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm import config as c
 from jaxrl_llm.rewards.manager import RewardManager
-from jaxrl_llm.rewards.workers.pool import WorkerLimits
+from jaxrl_llm.rewards.workers.process import WorkerLimits
 from jaxrl_llm.types import Completion, Prompt
 
 REWARDS = """

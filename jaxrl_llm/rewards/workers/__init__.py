@@ -1,4 +1,5 @@
-"""The processes in which reward functions of the user run.
+"""The processes in which functions of the user run.
 
-`pool.py` is the trainer's side, and `worker.py` is a worker. They exchange pickled messages.
+`process.py` is the trainer's end of one. Of reward functions, `pool.py` is the trainer's side and
+`worker.py` a worker. They exchange pickled messages.
 """

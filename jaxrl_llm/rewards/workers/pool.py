@@ -4,46 +4,21 @@ Every call has a time limit. A worker that runs past it, or dies, is replaced, a
 a `Reply` with the error. Nothing that a function does can stop or hang the trainer.
 """
 
-import json
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.rewards.calling import BatchCall, CallError, Reply, SampleCall, timeout_error
 from jaxrl_llm.rewards.loading import FunctionInfo
-from jaxrl_llm.sandbox.processes import signal_name
+from jaxrl_llm.rewards.workers.process import GRACE, Lost, WorkerLimits, WorkerProcess
 
 Call = BatchCall | SampleCall
 Reference = tuple[str, Mapping[str, Any], bytes]  # path, settings, pickle of a function
 
 LOAD_LIMIT = 120.0  # seconds to import a user's module; libraries such as torch are slow
-GRACE = 1.0  # seconds for an async call to end at its own limit before its worker is killed
 MOST_LOST = 16  # calls of a step that are lost before any is answered; the others are not made
-START = """
-import json, sys
-settings = json.loads(sys.argv[1])
-sys.path[:] = settings["path"]
-from jaxrl_llm.rewards.workers import worker
-worker.main(settings)
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerLimits:
-    """Limits of a worker process."""
-
-    memory_gb: float = 16.0
-    file_gb: float = 4.0  # largest file that it may write
 
 
 class LostCalls:
@@ -137,40 +112,27 @@ class WorkerPool:
         self._threads.shutdown(wait=True)
 
 
-class _Lost(Exception):
-    """The worker is gone; `error` says why."""
-
-    def __init__(self, error: CallError) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-
 class _Worker:
-    """The trainer's end of one worker process."""
+    """A worker process, and which functions it has imported."""
 
     def __init__(
         self, references: Sequence[Reference], max_concurrency: int, limits: WorkerLimits
     ) -> None:
         self._references = references
-        self._max_concurrency = max_concurrency
-        self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        greeting = (references, max_concurrency)
+        self._process = WorkerProcess("jaxrl_llm.rewards.workers.worker", greeting, limits)
         self._infos: dict[int, FunctionInfo] = {}
-        self._closed = False
-        self._lock = threading.Lock()
+        self.close = self._process.close
 
     def load(self, function: int) -> FunctionInfo:
         """Start the process if there is none, and import the function in it. Raises ValueError."""
-        if self._process is not None and self._process.poll() is not None:
-            self._kill()  # it died while idle, perhaps out of memory: no sample is to blame
-        if self._process is None:
-            self._start()
+        if self._process.start():
+            self._infos = {}
         if function not in self._infos:
             slow = CallError(kind="timeout", message=f"importing it took over {LOAD_LIMIT:g} s")
             try:
-                info = self._ask(function, LOAD_LIMIT, slow)
-            except _Lost as lost:
+                info = self._process.ask(function, LOAD_LIMIT, slow)
+            except Lost as lost:
                 path = self._references[function][0]
                 raise ValueError(f"Importing the reward function {path} failed: {lost}") from None
             if isinstance(info, str):
@@ -191,88 +153,12 @@ class _Worker:
             late = timeout_error(info, timeout)
             sent = [replace(call, fields=info.arguments(call.fields)) for call in calls]
             if together:
-                yield from self._ask((function, timeout, sent, True), limit, late)
+                yield from self._process.ask((function, timeout, sent, True), limit, late)
                 return
-            yield self._ask((function, timeout, sent, False), limit, late)
+            yield self._process.ask((function, timeout, sent, False), limit, late)
             for _ in sent[1:]:
-                yield self._receive(limit, late)
-        except (_Lost, ValueError) as lost:
+                yield self._process.receive(limit, late)
+        except (Lost, ValueError) as lost:
             error = getattr(lost, "error", None) or CallError(kind="crash", message=str(lost))
             shared = Reply(error=replace(error, shared=together))
             yield from [shared] * (len(calls) if together else 1)
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        settings = {
-            "socket": theirs.fileno(),
-            "trainer": os.getpid(),
-            "path": [path or os.getcwd() for path in sys.path],
-            "memory_bytes": int(self._limits.memory_gb * 1e9),
-            "file_bytes": int(self._limits.file_gb * 1e9),
-        }
-        with self._lock, theirs:
-            if self._closed:
-                raise ValueError("the reward pool was closed")
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", START, json.dumps(settings)],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the trainer's to handle
-                # A user module that imports jax must not take the accelerator from the trainer.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
-        self._connection = Connection(ours.detach())
-        self._connection.send((self._references, self._max_concurrency))
-        self._infos = {}
-
-    def _ask(self, request: Any, limit: float, late: CallError) -> Any:
-        assert self._connection is not None
-        try:
-            self._connection.send(request)
-        except OSError:
-            raise _Lost(self._crash()) from None
-        return self._receive(limit, late)
-
-    def _receive(self, limit: float, late: CallError) -> Any:
-        """The next answer. Raises _Lost on a crash, and after `limit` seconds."""
-        assert self._connection is not None
-        try:
-            if self._connection.poll(limit):
-                return self._connection.recv()
-        except (EOFError, OSError):
-            raise _Lost(self._crash()) from None
-        self._kill()
-        raise _Lost(late)
-
-    def _crash(self) -> CallError:
-        """Remove a worker whose process has ended, and say how it ended."""
-        assert self._process is not None
-        try:
-            code = self._process.wait(timeout=GRACE)
-            how = f"exit code {code}" if code >= 0 else signal_name(-code)
-        except subprocess.TimeoutExpired:
-            how = "it closed its connection"
-        self._kill()
-        return CallError(kind="crash", message=f"the worker process ended ({how})")
-
-    def _kill(self) -> None:
-        """End the process and what it has started, except in sessions of their own."""
-        with self._lock:
-            process, connection = self._process, self._connection
-            self._process = self._connection = None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if connection is not None:
-            connection.close()
-
-    def close(self) -> None:
-        """End the process. A thread that waits for its answer sees the connection close."""
-        with self._lock:
-            self._closed = True
-            process = self._process
-        if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

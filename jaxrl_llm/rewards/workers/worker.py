@@ -18,7 +18,14 @@ from jaxrl_llm.sandbox import processes
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Set the limits, then answer requests until the trainer closes its end."""
+    """Answer requests until the trainer closes its end."""
+    connection = begin(settings)
+    with suppress(EOFError, BrokenPipeError):
+        _serve(connection)
+
+
+def begin(settings: dict[str, Any]) -> Connection:
+    """Set the limits of this process, and open its connection."""
     if sys.platform == "linux":
         processes.end_with_parent(settings["trainer"])
     for kind, value in (
@@ -28,8 +35,7 @@ def main(settings: dict[str, Any]) -> None:
     ):
         processes.lower_limit(kind, value)
     os.set_inheritable(settings["socket"], False)  # not for what a function starts
-    with suppress(EOFError, BrokenPipeError):
-        _serve(Connection(settings["socket"]))
+    return Connection(settings["socket"])
 
 
 def _serve(connection: Connection) -> None:

@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 Params = dict[str, Any]  # nested, str keys, array leaves
+HEAD_TABLE = ("head", "table")
 FLOAT8_BASE = "float8"  # dtype of frozen projections; other weights have the computation's
 
 
@@ -96,6 +97,13 @@ class ModelSpec:
     def num_params(self) -> int:
         """Number of parameters; a tied table counts once."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def float32_head(self) -> tuple[str, ...]:
+        """The path of the head's weights where they are float32 in any dtype, else empty."""
+        if not self.config.float32_head or self.kind != "causal_lm":
+            return ()
+        return ("decoder", "embed", "table") if self.config.tie_word_embeddings else HEAD_TABLE
 
     @property
     def stored_dtype(self) -> str:
@@ -160,7 +168,7 @@ def _model_spec(
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.to_pure_dict(state))
     if lora is not None:
         params = _with_learned_in(params, lora.dtype)
-    return ModelSpec(
+    spec = ModelSpec(
         config=config,
         kind=kind,
         dtype=name,
@@ -169,6 +177,11 @@ def _model_spec(
         graphdef=graphdef,
         trees=(params, metadata("axes"), metadata("init")),
     )
+    if path := spec.float32_head:
+        *parents, leaf = path
+        module = _at(params, parents)
+        module[leaf] = jax.ShapeDtypeStruct(module[leaf].shape, jnp.float32)
+    return spec
 
 
 def frozen_spec(

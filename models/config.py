@@ -162,6 +162,8 @@ class ModelConfig:
     latent: Latent | None = None  # multi-head latent attention
     attention_gate: bool = False  # a sigmoid of the layer's input multiplies attention's output
     delta: GatedDelta | None = None  # layers of a gated delta rule between attention layers
+    # How a run computes it: weights and matmul of a language model's head are float32 in any dtype.
+    float32_head: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")

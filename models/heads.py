@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.linear_logprob import head_logits
 from jaxrl_llm.kernels.partial_softmax import soft_cap
 from jaxrl_llm.models.attention import Attend
 from jaxrl_llm.models.config import ModelConfig
@@ -76,9 +77,7 @@ class CausalLM(_WithDecoder):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D], with the family's soft cap."""
-        logits = jnp.einsum(
-            "...D,VD->...V", hidden, self.unembedding(), preferred_element_type=jnp.float32
-        )
+        logits = head_logits(hidden, self.unembedding())
         return soft_cap(logits, self.decoder.config.logits_softcap)
 
 

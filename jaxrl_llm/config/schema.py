@@ -264,6 +264,9 @@ class ActorConfig(AdaptedSettings):
     router_aux_loss_by_layer: bool = False
     # Step size of the bias that balances a sigmoid router's experts. DeepSeek-V3: 0.001.
     router_bias_rate: NotNegative = 0.0
+    # Dtype of the head in sampling and training, for the policy and its reference: its weights, the
+    # last matmul and its gradient. Empty: dtype. MiniMax-M1 and ScaleRL take float32.
+    head_dtype: Literal["", "float32"] = ""
 
 
 class CriticConfig(AdaptedSettings):

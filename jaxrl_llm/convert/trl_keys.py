@@ -347,7 +347,9 @@ MODELS: dict[str, Rule] = {
     "load_in_8bit": NO_BITS,
     "bnb_4bit_quant_type": NO_BITS,
     "use_bnb_nested_quant": NO_BITS,
-    "cast_lm_head_to_fp32": NotNeeded("logits are float32"),
+    "cast_lm_head_to_fp32": lambda value, source: Ours(
+        {"actor.head_dtype": "float32"} if value else {}
+    ),
 }
 
 DATA: dict[str, Rule] = {

@@ -25,6 +25,8 @@ from jaxrl_llm.kernels.linear_logprob import (
     _num_chunks,
     _split,
     _uncapped,
+    head_logits,
+    head_matmul,
     strict_logits,
 )
 from jaxrl_llm.kernels.partial_softmax import soft_cap
@@ -172,9 +174,7 @@ def _forward(
             logits_CV = strict_logits(hidden_CD, weight_VD)
             logprobs_C, z_CK = strict_kept_logprob(logits_CV, ids_CK, targets_C, temperature)
         else:
-            logits_CV = jnp.einsum(
-                "...d,vd->...v", hidden_CD, weight_VD, preferred_element_type=jnp.float32
-            )
+            logits_CV = head_logits(hidden_CD, weight_VD)
             z_CK = soft_cap(_at_ids(logits_CV, ids_CK), softcap) / temperature
             logprobs_C = _distribution(z_CK, ids_CK, targets_C).logprobs_C
         probs_CK, logs_CK, *_ = _distribution(z_CK, ids_CK, targets_C)
@@ -233,6 +233,8 @@ def _scan_bwd(
         chunks = jax.tree.map(partial(_larger, together, stop), chunks)
         stop = None if stop is None else -(-stop // together)
 
+    run = partial(head_matmul, exact=hidden_GCD.dtype != weight_VD.dtype)
+
     def body(grad_weight_VD: Array, chunk: Any) -> tuple[Array, Array]:
         hidden_CD, targets_C, ids_CK, z_CK, grad_C, grad_entropy_C = chunk
         probs_CK, logs_CK, is_target_CK, _ = _distribution(z_CK, ids_CK, targets_C)
@@ -243,13 +245,9 @@ def _scan_bwd(
             grad_C1 + grad_entropy_C[..., None] * (logs_CK + entropy_C1)
         )
         grad_z_CK = _uncapped(grad_z_CK, z_CK, temperature, softcap)
-        grad_logits_CV = _spread(grad_z_CK.astype(hidden_CD.dtype), ids_CK, weight_VD.shape[0])
-        grad_hidden_CD = jnp.einsum(
-            "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
-        )
-        grad_weight_VD += jnp.einsum(
-            "...v,...d->vd", grad_logits_CV, hidden_CD, preferred_element_type=jnp.float32
-        )
+        grad_logits_CV = _spread(grad_z_CK.astype(weight_VD.dtype), ids_CK, weight_VD.shape[0])
+        grad_hidden_CD = run("...v,vd->...d", grad_logits_CV, weight_VD)
+        grad_weight_VD += run("...v,...d->vd", grad_logits_CV, hidden_CD)
         return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
 
     zero = jnp.zeros(weight_VD.shape, jnp.float32)

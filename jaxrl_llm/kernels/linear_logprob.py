@@ -161,16 +161,28 @@ def _joined_strictly(
     return logprobs, entropy
 
 
+def head_logits(hidden_ND: Float[Array, "*N D"], weight_VD: Float[Array, "V D"]) -> Array:
+    """float32 logits [*N, V]. Of weights in another dtype than hidden states: see `head_matmul`."""
+    exact = hidden_ND.dtype != weight_VD.dtype
+    return head_matmul("...d,vd->...v", hidden_ND, weight_VD, exact=exact)
+
+
+def head_matmul(equation: str, x: Array, y: Array, *, exact: bool) -> Array:
+    """A matmul of the head, with float32 sums; with `exact` of float32 inputs that are not rounded.
+
+    It is exact where the head's weights are float32 and the hidden states are not. A GPU rounds the
+    inputs of other float32 matmuls to TF32.
+    """
+    if exact:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if exact else None
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
 def strict_logits(hidden_CD: Array, weight_VD: Array) -> Array:
     """float32 logits of a chunk, apart from what is computed before and after."""
-    return jax.lax.optimization_barrier(
-        jnp.einsum(
-            "...d,vd->...v",
-            jax.lax.optimization_barrier(hidden_CD),
-            weight_VD,
-            preferred_element_type=jnp.float32,
-        )
-    )
+    logits_CV = head_logits(jax.lax.optimization_barrier(hidden_CD), weight_VD)
+    return jax.lax.optimization_barrier(logits_CV)
 
 
 def strict_sums(logits_CV: Array, temperature: float) -> Array:
@@ -268,8 +280,7 @@ def _join(x_KC: Array, tokens: int, dealt: bool = True) -> Array:
 def _chunk_logits(
     hidden_CD: Array, weight_VD: Array, temperature: float, softcap: float | None
 ) -> Array:
-    logits = jnp.einsum("...d,vd->...v", hidden_CD, weight_VD, preferred_element_type=jnp.float32)
-    return soft_cap(logits, softcap) / temperature
+    return soft_cap(head_logits(hidden_CD, weight_VD), softcap) / temperature
 
 
 def _uncapped(
@@ -413,6 +424,8 @@ def _scan_bwd(
         chunks = jax.tree.map(partial(_larger, together, stop), chunks)
         stop = None if stop is None else -(-stop // together)
 
+    run = partial(head_matmul, exact=hidden_KCD.dtype != weight_VD.dtype)
+
     def body(grad_weight_VD, chunk):
         hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C = chunk
         logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
@@ -426,13 +439,9 @@ def _scan_bwd(
         grad_logits_CV = jnp.where(is_target, grad_C[..., None], 0.0)
         grad_logits_CV = grad_logits_CV - jnp.exp(logprobs_CV) * weights_CV
         grad_logits_CV = _uncapped(grad_logits_CV, logits_CV, temperature, softcap)
-        grad_logits_CV = grad_logits_CV.astype(hidden_CD.dtype)
-        grad_hidden_CD = jnp.einsum(
-            "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
-        )
-        grad_weight_VD += jnp.einsum(
-            "...v,...d->vd", grad_logits_CV, hidden_CD, preferred_element_type=jnp.float32
-        )
+        grad_logits_CV = grad_logits_CV.astype(weight_VD.dtype)
+        grad_hidden_CD = run("...v,vd->...d", grad_logits_CV, weight_VD)
+        grad_weight_VD += run("...v,...d->vd", grad_logits_CV, hidden_CD)
         return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
 
     zero = jnp.zeros(weight_VD.shape, jnp.float32)

@@ -6,6 +6,8 @@ Shape letters: N positions (possibly several axes), D model width, V vocabulary,
 position, G chunks, C positions of a chunk.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,6 +19,7 @@ from jaxrl_llm.kernels.linear_logprob import (
     _num_chunks,
     _split,
     _uncapped,
+    head_matmul,
 )
 
 
@@ -128,6 +131,7 @@ def _scan_bwd(
     d sum_k g_k logprob_k / dz = sum_k g_k onehot_k - p sum_k g_k.
     """
     hidden_GCD, weight_VD, ids_GCK, lse_GC = saved
+    run = partial(head_matmul, exact=hidden_GCD.dtype != weight_VD.dtype)
     vocabulary = jnp.arange(weight_VD.shape[0], dtype=ids_GCK.dtype)
 
     def body(grad_weight_VD: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -139,13 +143,9 @@ def _scan_bwd(
             is_chosen_CV = ids_CK[..., k, None] == vocabulary
             grad_logits_CV += jnp.where(is_chosen_CV, grad_CK[..., k, None], 0.0)
         grad_logits_CV = _uncapped(grad_logits_CV, logits_CV, temperature, softcap)
-        grad_logits_CV = grad_logits_CV.astype(hidden_CD.dtype)
-        grad_hidden_CD = jnp.einsum(
-            "...v,vd->...d", grad_logits_CV, weight_VD, preferred_element_type=jnp.float32
-        )
-        grad_weight_VD += jnp.einsum(
-            "...v,...d->vd", grad_logits_CV, hidden_CD, preferred_element_type=jnp.float32
-        )
+        grad_logits_CV = grad_logits_CV.astype(weight_VD.dtype)
+        grad_hidden_CD = run("...v,vd->...d", grad_logits_CV, weight_VD)
+        grad_weight_VD += run("...v,...d->vd", grad_logits_CV, hidden_CD)
         return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
 
     zero = jnp.zeros(weight_VD.shape, jnp.float32)

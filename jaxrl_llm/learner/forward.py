@@ -238,7 +238,7 @@ def prepare(spec: ModelSpec, params: Params, settings: ForwardSettings) -> Any:
     """The module to compute with. Casting comes first, so that a gather moves the smaller dtype."""
     key = params.get(DROPOUT)
     params = {name: part for name, part in params.items() if name != DROPOUT}
-    model = bind(spec, settings.gather(cast(params, settings.dtype)))
+    model = bind(spec, settings.gather(cast(params, settings.dtype, spec.float32_head)))
     if key is not None:
         set_dropout(model, key)
     return model

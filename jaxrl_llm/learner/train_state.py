@@ -133,10 +133,16 @@ def stays_float32(path: Any) -> bool:
     return bool(path) and getattr(path[-1], "key", "") in names
 
 
-def cast(params: Params, dtype: str) -> Params:
+def is_at(path: Any, names: tuple[str, ...]) -> bool:
+    """True if a path of keys is `names`; none is the empty one."""
+    return bool(names) and tuple(getattr(key, "key", "") for key in path) == names
+
+
+def cast(params: Params, dtype: str, float32_head: tuple[str, ...] = ()) -> Params:
     """Parameters in the dtype of computation; gradients flow back in the stored dtype.
 
-    Kernels that are frozen in float8 stay so: a matmul makes its weights itself.
+    Kernels that are frozen in float8 stay so: a matmul makes its weights itself. The head is
+    float32 if `ModelSpec.float32_head` is its path.
 
     Requires: a leaf that is a `Weight` was cast to `dtype` before.
     """
@@ -145,6 +151,8 @@ def cast(params: Params, dtype: str) -> Params:
         if isinstance(x, Weight):
             assert x.computed.dtype == dtype, (x.computed.dtype, dtype)
             return x
+        if is_at(path, float32_head):
+            return x.astype(jnp.float32)
         keeps = stays_float32(path) or x.dtype == FLOAT8
         return x if keeps else x.astype(dtype)
 

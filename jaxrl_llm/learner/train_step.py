@@ -48,6 +48,7 @@ class Base:
     params: Params
     lora: Lora
     dtype: str
+    float32_head: tuple[str, ...] = ()  # path of the head's weights, where they stay float32
     key: Array | None = None  # key of dropout, for the role and the run
 
     def with_dropout(self, params: Params, step: int | Array, index: int | Array) -> Params:
@@ -60,8 +61,9 @@ class Base:
     def of_step(self, own: Params) -> Params:
         """The parameters that an optimizer step joins `own` to, merged where the adapters merge."""
         if not self.lora.merges_updates:
-            return cast(self.params, self.dtype)
-        return cast(merged_ahead(join(self.params, own), self.lora, self.dtype), self.dtype)
+            return cast(self.params, self.dtype, self.float32_head)
+        merged = merged_ahead(join(self.params, own), self.lora, self.dtype)
+        return cast(merged, self.dtype, self.float32_head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ def accumulate(
         grads, metrics = jax.tree.map(lambda x: x.sum(axis=0), totals)
         metrics["micro_batches"] = jnp.asarray(parts.num, jnp.float32)  # not of all groups
     else:
-        computed = _computed(params, cast_ahead, several=several)
+        computed = _computed(params, cast_ahead, loss, several=several)
         each = _Sums(loss, parts, computed, fixed, step, base=base, measure=measure)
         if isinstance(parts.num, int) and parts.num == 1:
             sums_and_samples = each.add(0, None)
@@ -211,7 +213,7 @@ def _sums_of_group(
     `shared` are the parameters that learn, what they are joined to, and the step.
     """
     params, fixed, step = shared
-    computed = _computed(params, groups.settings.cast_ahead, several=True)
+    computed = _computed(params, groups.settings.cast_ahead, loss, several=True)
     own = parts.of_group(groups.shard)
     each = _Sums(groups.loss(loss), own, computed, fixed, step, base=base, measure=measure)
     first = each.first(jax.eval_shape(partial(each.add, total=None), jnp.int32(0)))
@@ -259,11 +261,11 @@ class _Sums:
         return zeros_of(sums), self.parts.empty(samples)
 
 
-def _computed(params: Params, ahead: CastAhead | None, *, several: bool) -> Params:
+def _computed(params: Params, ahead: CastAhead | None, loss: Loss, *, several: bool) -> Params:
     """The parameters that every micro-batch computes with: cast ahead, or as they are stored."""
     if ahead is None:
         return params
-    computed = cast(params, ahead.dtype)
+    computed = cast(params, ahead.dtype, loss.spec.float32_head)
     if ahead.float32_gradients and several:
         computed = jax.tree.map(_with_stored, params, computed)
     return computed

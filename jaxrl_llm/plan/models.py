@@ -52,6 +52,15 @@ def find_model(
     vocab_size takes the tokenizer's. ValueError when nothing can be found there, or when it is a
     checkpoint of another model than its files describe.
     """
+    source = _described_model(settings, tokenizer, context=context)
+    if getattr(settings, "head_dtype", "") != "float32":
+        return source
+    return replace(source, config=replace(source.config, float32_head=True))
+
+
+def _described_model(
+    settings: ModelSettings, tokenizer: Tokenizer | None, *, context: int
+) -> ModelSource:
     if not settings.path:
         check_hf_config(settings.hf_config)
         hf = dict(settings.hf_config)

@@ -142,9 +142,9 @@ class _Planner:
         sampler, followers = roles["actor"], []
         if ROLLOUT_ROLE in role_meshes:
             sampler = rollout_role(roles["actor"], role_meshes[ROLLOUT_ROLE], config.mesh)
-            shapes, places = sampler.spec.params, sampler.param_shardings
+            spec, places = sampler.spec, sampler.param_shardings
             dtype = rollout_dtype(config)
-            follower = Follower(ROLLOUT_ROLE, "actor", dtype, shapes=shapes, shardings=places)
+            follower = Follower(ROLLOUT_ROLE, "actor", dtype, spec=spec, shardings=places)
             followers.append(follower)
         stages = OnlineStages(
             config=config,

@@ -194,7 +194,7 @@ def sampling_model(spec: ModelSpec, params: Params, dtype: str) -> tuple[ModelSp
     """The model that generates, in `dtype`; its adapters are merged, unless they are kept apart."""
     if spec.lora is not None and spec.lora.merge:
         spec, params = merge_adapters(spec, params, dtype)
-    return spec, cast(params, dtype)
+    return spec, cast(params, dtype, spec.float32_head)
 
 
 def pass_model(role: Role, state: Any) -> tuple[ModelSpec, Params]:

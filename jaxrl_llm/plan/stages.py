@@ -480,6 +480,7 @@ class Update(ModelStage):
                 params=state.base,
                 lora=role.spec.lora,
                 dtype=role.forward.dtype,
+                float32_head=role.spec.float32_head,
                 key=jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(role.name.encode())),
             )
         own: TrainState = own_of(state)

@@ -173,7 +173,7 @@ def restored(stored: StoredModel, role: Role, abstract: Params) -> Params:
     def merge(own: Params, base: Params) -> Params:
         dtype = role.spec.dtype
         dense = merge_adapters(adapted.spec, adapted.with_base(own, base).joined, dtype)[1]
-        return cast({name: dense[name] for name in abstract}, dtype)
+        return cast({name: dense[name] for name in abstract}, dtype, role.spec.float32_head)
 
     places = {name: role.param_shardings[name] for name in abstract}
     return call(jax.jit(merge, out_shardings=places), (own, base), role.mesh)

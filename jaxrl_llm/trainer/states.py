@@ -190,17 +190,18 @@ def _with_random_head(role: Role, params: Params, seed: int) -> Params:
 
 def derive_reference(role: Role, params: Params) -> Params:
     """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
-    return _made(partial(_copy, dtype=role.spec.dtype), role, params)
+    return _made(partial(_copy, role.spec), role, params)
 
 
-def _copy(params: Params, *, dtype: str) -> Params:
+def _copy(spec: ModelSpec, params: Params) -> Params:
     # Without the copy, what is not cast would be the same buffers.
-    return jax.tree.map(jnp.copy, cast(dequantized(params, dtype), dtype))
+    dense = dequantized(params, spec.dtype)
+    return jax.tree.map(jnp.copy, cast(dense, spec.dtype, spec.float32_head))
 
 
 def _frozen(spec: ModelSpec, params: Params) -> Params:
     """Weights after a warm-up, as the base of adapters is stored."""
-    return quantized_as(spec.params, cast(params, spec.dtype))
+    return quantized_as(spec.params, cast(params, spec.dtype, spec.float32_head))
 
 
 def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
@@ -425,6 +426,7 @@ def _how(role: Role) -> dict[str, str]:
         "remat": forward.remat,
         "scan_layers": str(forward.scan_layers).lower(),
         "residual_dtype": forward.residual_dtype,
+        "head_dtype": "float32" if role.spec.float32_head else forward.dtype,
     }
 
 

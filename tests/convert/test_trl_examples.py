@@ -116,6 +116,11 @@ def test_losses_of_grpo(words, algorithm):
     assert {name: getattr(found, name) for name in algorithm} == algorithm
 
 
+def test_a_float32_head():
+    assert converted(GRPO + "--cast_lm_head_to_fp32 true").config.actor.head_dtype == "float32"
+    assert converted(GRPO).config.actor.head_dtype == ""
+
+
 def test_iterations_are_epochs_and_steps_count_updates():
     found = converted(GRPO + "--num_iterations 2 --max_steps 100 --num_processes 4")
     config = found.config

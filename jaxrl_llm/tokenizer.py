@@ -85,6 +85,16 @@ class Tokenizer(Protocol):
         """Whether conversations can be rendered."""
         ...
 
+    @property
+    def template_text(self) -> str:
+        """The chat template; empty without one."""
+        ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, tuple[int, bool]]:
+        """Id of each added token, and whether it is a special one."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without added special tokens. ValueError for text it cannot represent."""
         ...
@@ -336,7 +346,7 @@ class HFTokenizer:
         """Whether the directory has a chat template."""
         return self._tokenizer.chat_template is not None
 
-    @cached_property
+    @property
     def template_text(self) -> str:
         """The chat template; of several named ones, all."""
         template = self._tokenizer.chat_template or ""

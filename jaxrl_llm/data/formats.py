@@ -445,8 +445,9 @@ def _messages(
         if isinstance(message.get("content"), list):
             message["content"] = _joined_parts(message["content"], f"{where}.content")
         if "content" in message or "tool_calls" not in message:
-            # An empty system message switches the template's default system message off.
-            may_be = message["role"] == "system" or "tool_calls" in message
+            # An empty system message switches the template's default system message off. A tool may
+            # have nothing to say.
+            may_be = message["role"] in ("system", "tool") or "tool_calls" in message
             may_be |= may_be_empty and message["role"] == "assistant"
             message["content"] = _text(
                 message.get("content"), f"{where}.content", may_be_empty=may_be

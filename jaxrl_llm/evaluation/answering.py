@@ -18,7 +18,7 @@ from jaxrl_llm.evaluation.answer_settings import (
     StreamSettings,
     read_settings,
 )
-from jaxrl_llm.generation.completions import completions_of
+from jaxrl_llm.generation.completions import TextStream, completions_of
 from jaxrl_llm.generation.engine import advance, begin, generate
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -274,17 +274,16 @@ def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: in
     batch = _Batch(prompts=[prompt], sampling=sampling, seed=seed, longest=longest)
     how, arguments = _arguments(model, batch)
     state = _program(model, begin, how)(model.params, *arguments)
-    further, shown, live = _program(model, advance, how), "", True
+    further, live = _program(model, advance, how), True
+    text, given = TextStream(model.tokenizer), 0
     while live:
         state = further(model.params, *arguments, state)
         row, live = jax.device_get((state.tokens_NR[0], state.slots.num_live > 0))
-        text = model.tokenizer.decode(row[row >= 0].tolist())
-        # A character may be made of several tokens.
-        text = text.rstrip("\ufffd") if live else text
-        if text.startswith(shown) and text != shown:
-            yield text[len(shown) :]
-            shown = text
-    return
+        ids = row[row >= 0].tolist()
+        piece = text.add(ids[given:]) + ("" if live else text.end())
+        given = len(ids)
+        if piece:
+            yield piece
 
 
 class _How(NamedTuple):

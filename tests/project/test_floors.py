@@ -29,7 +29,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
     [("learner",), ("agents",)],
     [("program",)],
     [("plan",)],
-    [("supervision",)],
+    [("supervision",), ("server",)],
     [("evaluation",)],
     [("trainer",)],
     [("estimate",)],

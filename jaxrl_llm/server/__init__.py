@@ -1,0 +1,1 @@
+"""An HTTP server with the OpenAI API for a language model."""

@@ -1,0 +1,360 @@
+"""The routes of the server."""
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxrl_llm.agents.tool_calls import ToolCallParser
+from jaxrl_llm.server.jobs import Choice, Job, Jobs
+from jaxrl_llm.server.metrics import Metrics
+from jaxrl_llm.server.protocol import (
+    ApiError,
+    Asked,
+    Part,
+    TokenTexts,
+    Writer,
+    read_chat,
+    read_completion,
+)
+from jaxrl_llm.server.worker import Worker
+from jaxrl_llm.tokenizer import Tokenizer
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+GONE = 499  # status in the metrics of a request whose client left
+RETRIED = "x-stainless-retry-count"  # header of OpenAI's clients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a server."""
+
+    body_bytes: int = 16 << 20  # most bytes of a request
+    answer_s: float = 600.0  # longest time of a request
+    choices: int = 1024  # most unfinished choices of all requests
+
+
+USUAL = Limits()
+
+
+class Application:
+    """The endpoints for one model."""
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        context: int,
+        api_key: str = "",
+        seed: int = 0,
+        limits: Limits = USUAL,
+    ) -> None:
+        self._tokenizer, self._name, self._context = tokenizer, name, context
+        self._key, self._limits = api_key, limits
+        self._worker = Worker(engine)
+        self._jobs = Jobs(self._worker, tokenizer, seed=seed, most=limits.choices)
+        self._texts = TokenTexts(tokenizer)
+        self._metrics = Metrics(self._worker)
+        self._started = int(time.time())
+
+    def starlette(self, *, any_host: bool) -> Starlette:
+        """The application. Without `any_host`, requests must name the loopback address.
+
+        Otherwise a page of the web could reach the server by a name that points to 127.0.0.1.
+        """
+        hosts = ["*"] if any_host else [*LOOPBACK]
+        return Starlette(
+            routes=[
+                self._route("/v1/chat/completions", partial(self._answer, read_chat), "POST"),
+                self._route("/v1/completions", partial(self._answer, read_completion), "POST"),
+                self._route("/v1/models", self._models),
+                self._route("/metrics", self._metric_text),
+                self._route("/health", self._health, free=True),
+            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._worker.start(asyncio.get_running_loop())
+        yield
+        self._worker.close()
+
+    def _route(
+        self, path: str, endpoint: Endpoint, method: str = "GET", *, free: bool = False
+    ) -> Route:
+        """A route whose errors are answers; not `free`, it asks for the key."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                if not free:
+                    self._check_key(request)
+                response = await endpoint(request)
+            except ApiError as error:
+                response = _json(error.body(), error.status, error.headers)
+            except ClientDisconnect:
+                response = Response(status_code=GONE)
+            self._metrics.requests.labels(path, response.status_code).inc()
+            return response
+
+        return Route(path, answer, methods=[method])
+
+    def _check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    # --------------------------------------------------------------------- answers
+
+    async def _answer(self, read: Callable[..., Asked], request: Request) -> Response:
+        began, raw = time.monotonic(), await self._body(request)
+        if self._worker.failure is not None:
+            raise ApiError(503, f"the engine failed: {self._worker.failure}", kind="server_error")
+        asked = read(raw, self._tokenizer, name=self._name, context=self._context)
+        # A client with the same key that sends the same again is taken for the same client.
+        key = request.headers.get("authorization", "").encode()
+        name = hashlib.blake2b(b"\0".join((request.url.path.encode(), key, raw))).digest()
+        job = self._jobs.take(asked, name, again=request.headers.get(RETRIED, "0") != "0")
+        writer = Writer(asked, self._texts, name=self._name, number=job.id, created=job.created)
+        parser = ToolCallParser(self._tokenizer, asked.tools) if asked.tools else None
+        answer = _Answer(job, writer, parser)
+        leave = partial(self._leave, job, name, began)
+        stream = _EventStream(answer, began + self._limits.answer_s, leave)
+        response: Response | None = None
+        try:
+            wait = job.wait_for_first() if asked.stream else job.wait()
+            await _in_time(request.receive, wait, began + self._limits.answer_s)
+            job.check()
+            if asked.stream:
+                self._metrics.first_token.observe(time.monotonic() - began)
+                response = stream
+            else:
+                response = _json(answer.whole())
+            return response
+        finally:
+            if response is not stream:
+                leave(response is not None)
+
+    def _leave(self, job: Job, name: bytes, began: float, delivered: bool) -> None:
+        """Count an answer, and give its job back."""
+        if delivered:
+            self._metrics.answer.observe(time.monotonic() - began)
+            self._metrics.prompt_tokens.inc(sum(map(len, job.asked.prompts)))
+            self._metrics.sampled_tokens.inc(job.sampled)
+        self._jobs.leave(job, name, delivered=delivered)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request. Raises ApiError if it is too long or no JSON.
+
+        Another content type is refused because a page of the web may send it without being asked.
+        """
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise ApiError(400, "the content-type must be application/json")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._limits.body_bytes:
+                raise ApiError(413, f"the body has more than {self._limits.body_bytes} bytes")
+        return bytes(body)
+
+    # --------------------------------------------------------------------- the other routes
+
+    async def _models(self, request: Request) -> Response:
+        model = {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "jaxrl_llm",
+            "max_model_len": self._context,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def _metric_text(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=Metrics.MEDIA_TYPE)
+
+    async def _health(self, request: Request) -> Response:
+        """200 while the engine works."""
+        failure = self._worker.failure
+        if failure is not None:
+            return _json({"status": "failed", "reason": str(failure)}, 503)
+        return _json({"status": "ok"})
+
+
+class _Answer:
+    """The parts of an answer as they are written. `parser` reads calls of tools."""
+
+    def __init__(self, job: Job, writer: Writer, parser: ToolCallParser | None) -> None:
+        self._job, self._writer, self._parser = job, writer, parser
+
+    def whole(self) -> dict[str, Any]:
+        """The reply that is no stream."""
+        parts = [self._part(i, choice, _Sent()) for i, choice in enumerate(self._job.choices)]
+        return self._writer.reply(parts)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream; what comes at one time is sent at once."""
+        job = self._job
+        sent = [_Sent() for _ in job.choices]
+        while True:
+            job.check()
+            ended, changed = job.ended, job.changed
+            parts = [self._further(i, choice, sent[i]) for i, choice in enumerate(job.choices)]
+            yield b"".join(_event(self._writer.chunk(part)) for part in parts if part)
+            if ended:
+                break
+            await changed.wait()
+        if job.asked.include_usage:
+            yield _event(self._writer.usage_chunk(job.sampled))
+        yield b"data: [DONE]\n\n"
+
+    def _further(self, index: int, choice: Choice, sent: "_Sent") -> Part | None:
+        """What a choice has more than was sent. Only its end says whether it calls tools."""
+        asked, shown, count = self._job.asked, choice.shown, len(choice.tokens)
+        if sent.all or self._parser is not None and not choice.ended:
+            return None
+        with_tokens = (asked.logprobs or asked.token_ids) and count > sent.tokens
+        if not (shown > sent.characters or with_tokens or choice.ended):
+            return None
+        part = self._part(index, choice, sent)
+        sent.characters, sent.tokens, sent.first, sent.all = shown, count, False, choice.ended
+        return part
+
+    def _part(self, index: int, choice: Choice, sent: "_Sent") -> Part:
+        part = Part(
+            index=index,
+            text=choice.text[sent.characters : choice.shown],
+            tokens=choice.tokens[sent.tokens :],
+            logprobs=choice.logprobs[sent.tokens :],
+            finish_reason=choice.finish_reason,
+            first=sent.first,
+        )
+        return part if self._parser is None else self._with_calls(part, self._parser)
+
+    def _with_calls(self, part: Part, parser: ToolCallParser) -> Part:
+        """The part with its calls of tools. A call without a name or an end makes it a text."""
+        prompt = self._job.asked.prompts[0]
+        parsed = parser.parse(part.tokens, thinking=parser.opens_thinking(prompt))
+        if not parsed.calls or any(
+            not call.name or call.status == "unclosed_block" for call in parsed.calls
+        ):
+            return part
+        calls = [
+            {
+                "id": call.id or _call_id(f"{self._job.id} {part.index} {i}"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for i, call in enumerate(parsed.calls)
+        ]
+        return replace(
+            part,
+            text=parsed.content,
+            thinking=parsed.thinking,
+            tool_calls=calls,
+            finish_reason="tool_calls" if part.finish_reason == "stop" else part.finish_reason,
+        )
+
+
+def _call_id(place: str) -> str:
+    """An id of nine letters and digits, as Mistral's chat template wants it."""
+    return hashlib.blake2b(place.encode()).hexdigest()[:9]
+
+
+@dataclass
+class _Sent:
+    """How much of a choice a client has."""
+
+    characters: int = 0
+    tokens: int = 0
+    first: bool = True  # nothing yet
+    all: bool = False
+
+
+class _EventStream(Response):
+    """An answer as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: _Answer, until: float, leave: Callable[[bool], None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._answer, self._until, self._leave = answer, until, leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the client leaves."""
+        delivered = False
+        try:
+            await _in_time(receive, self._send(send), self._until)
+            delivered = True
+        except (ClientDisconnect, OSError):
+            pass
+        except ApiError as error:
+            await send(_piece(_event(error.body())))
+            await send(_piece(b"", more=False))
+        finally:
+            self._leave(delivered)
+
+    async def _send(self, send: Send) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for events in self._answer.events():
+            if events:
+                await send(_piece(events))
+        await send(_piece(b"", more=False))
+
+
+def _piece(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, "application/json")
+
+
+async def _in_time(receive: Receive, work: Coroutine[Any, Any, None], until: float) -> None:
+    """Do the work while the client is there.
+
+    Raises: ClientDisconnect when it leaves, ApiError at the monotonic time `until`.
+    """
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))]
+    try:
+        late = max(until - time.monotonic(), 0.0)
+        await asyncio.wait(tasks, timeout=late, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        elif tasks[1].done():
+            raise ClientDisconnect
+        else:  # a client would try again, and wait as long again
+            headers = {"x-should-retry": "false"}
+            raise ApiError(504, "the answer took too long", kind="timeout", headers=headers)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

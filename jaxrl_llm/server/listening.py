@@ -1,0 +1,83 @@
+"""A server that listens, in a thread of its own: also in a notebook, whose loop is in use."""
+
+import socket
+import threading
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from jaxrl_llm.server.app import USUAL, Application, Limits
+from jaxrl_llm.tokenizer import Tokenizer
+
+BACKLOG = 2048  # connections that may wait to be accepted
+LAST_S = 5  # how long open answers may go on when the server ends
+
+
+class Server:
+    """Serves one model at `url`, until `close`."""
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        context: int,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        api_key: str = "",
+        seed: int = 0,
+        limits: Limits = USUAL,
+    ) -> None:
+        """Begin to listen. `port` 0 takes a free one. OSError where the port is in use."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
+        application = Application(
+            engine,
+            tokenizer,
+            name=name,
+            context=context,
+            api_key=api_key,
+            seed=seed,
+            limits=limits,
+        )
+        config = uvicorn.Config(
+            application.starlette(any_host=not _is_loopback(host)),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=LAST_S,
+        )
+        self._server = uvicorn.Server(config)
+        sockets = {"sockets": [self._socket]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=sockets, name="server")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the server ends; Ctrl-C is raised here."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)  # a join without a limit would hold Ctrl-C back
+
+    def close(self) -> None:
+        """End the server. Open answers have a few seconds."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -39,21 +39,24 @@ def iterate(kind):
         config = replace(config, rollout=replace(config.rollout, top_k=0, top_p=1.0))
     iteration = open_iteration(config)
     states = first_states(iteration)
+    if kind == "lora":
+        # As large as the base they would be all of its output, and amplify its rounding: log-probs
+        # then differ by 2.5e-5, with filters and without.
+        small = jax.tree.map(lambda x: x * np.float32(0.1), states["actor"].params)
+        states["actor"] = replace(states["actor"], params=small)
     before = jax.tree.map(np.asarray, iteration.roles["actor"].params_in(states))
     return iteration, before, *run_step(iteration, states, 1)[1:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "most"), [("padded", 2e-6), ("packed", 2e-6), ("one step", 2e-6), ("lora", 2e-5)]
-)
-def test_the_sampler_and_the_trainer_have_one_policy(kind, most):
+@pytest.mark.parametrize("kind", ["padded", "packed", "one step", "lora"])
+def test_the_sampler_and_the_trainer_have_one_policy(kind):
     """Before, the trainer's log-probs were of the whole softmax, and no metric saw the difference.
 
     The metrics would see it now, as the sampler's log-probs are of its own distribution.
     """
     *_, metrics = iterate(kind)
     _, _, _, without = iterate("no filter")
-    assert metrics["training/rollout_probs_diff_max"] < most
+    assert metrics["training/rollout_probs_diff_max"] < 2e-6
     assert metrics["actor/entropy"] < 0.9 * without["actor/entropy"]
 
 

@@ -64,13 +64,21 @@ def temporary(job: Job, work: Work, devices: Devices, in_place: bool = False) ->
     """
     model = work.models[job.role]
     samples = work.samples.share(devices.replicas(job.does))
+    ids = _kept_ids(work, samples)
     if job.does == "generate":
-        return _generation(work, model, samples, devices, in_place)
+        return ids + _generation(work, model, samples, devices, in_place)
     part = samples.mini_batch(job.mini_batches)
     rows = rows_of(model, part, share_prompts=work.share_prompts)
     if job.does == "pass":
-        return _forward(model, rows, devices)
-    return _update(model, rows, devices)
+        return ids + _forward(model, rows, devices)
+    if job.mini_batches > 1:
+        ids += _kept_ids(work, part)
+    return ids + _update(model, rows, devices)
+
+
+def _kept_ids(work: Work, samples: Samples) -> float:
+    """Bytes of the ids that filters kept, int32, which the batch has until its update."""
+    return 4.0 * samples.count * samples.longest_response * work.kept_tokens
 
 
 def slots_of(work: Work, samples: Samples) -> int:

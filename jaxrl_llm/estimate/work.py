@@ -18,6 +18,8 @@ from jaxrl_llm.config import (
     ModelSettings,
 )
 from jaxrl_llm.config.schema import AXES
+from jaxrl_llm.generation.filters import num_kept
+from jaxrl_llm.learner.rows import KEPT
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.layers import FROZEN
 from jaxrl_llm.plan.dataflow import OFFLINE
@@ -126,6 +128,7 @@ class Work:
     jobs: tuple[Job, ...]
     samples: Samples
     share_prompts: bool  # a prompt is in a packed row once
+    kept_tokens: int = 0  # ids that the sampler's filters keep of each sampled token
     name: str = "run"
 
     @property
@@ -179,6 +182,10 @@ def work_of(
     roles |= {role.base: plan.roles[role.base] for role in roles.values() if role.base}
     rows = dict.fromkeys(roles, config.actor) | {"critic": config.critic}
     models = {name: _model(name, role, settings[name], rows[name]) for name, role in roles.items()}
+    rollout, kept_tokens = config.rollout, 0
+    if any(KEPT in stage.writes for stage in stages):
+        filters = {"top_k": rollout.top_k, "top_p": rollout.top_p, "min_p": rollout.min_p}
+        kept_tokens = num_kept(models["actor"].config.vocab_size, **filters)
     return Work(
         config=config,
         name=config.name,
@@ -192,6 +199,7 @@ def work_of(
             lengths=lengths,
         ),
         share_prompts=config.actor.share_prompts and not config.actor.shuffle,
+        kept_tokens=kept_tokens,
     )
 
 

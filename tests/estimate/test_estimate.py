@@ -45,6 +45,7 @@ from jaxrl_llm.models.layers import rope_tables
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
 H200 = rates_of("h200")
+ONE = Devices(mesh=c.MeshConfig(), hosts=1, rates=H200)
 WIDE = MODEL | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
 
 
@@ -378,6 +379,24 @@ def test_a_norm_behind_a_projection_keeps_what_it_reads():
 
     (before, planned_before), (both, planned_both) = kept("before"), kept("both")
     assert both - before == planned_both - planned_before > 0
+
+
+def test_ids_that_filters_kept_take_the_memory_of_compiled_ones():
+    """An update of a mini-batch takes a part of them twice."""
+
+    def stages(top_k: int) -> tuple[RealPrograms, dict[str, float]]:
+        config = tiny(c.GRPO(use_kl_loss=True), rollout=c.RolloutConfig(n=16, top_k=top_k))
+        actor = replace(config.actor, ppo_mini_batch_size=8, micro_batch_tokens=128)
+        data = replace(config.data, max_response_length=64)
+        config = replace(config, actor=actor, data=data)
+        real = RealPrograms(config, tuple(jax.devices()[:1]), (2,))
+        return real, estimate(work_of(config), ONE).temporaries
+
+    (few, predicted_few), (many, predicted_many) = stages(100), stages(300)
+    for name in ("gen", "update_actor"):
+        before, after = few.stage(name), many.stage(name)
+        more = after.arguments + after.temporaries - before.arguments - before.temporaries
+        assert predicted_many[name] - predicted_few[name] == pytest.approx(more, rel=0.2), name
 
 
 def test_the_compiler_replaces_memory_and_traffic():

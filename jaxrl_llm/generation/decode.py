@@ -3,6 +3,7 @@
 Shape letters: N samples, B slots, D hidden, R response tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +19,15 @@ from jaxrl_llm.generation.kv_cache import (
     keys_and_values,
 )
 from jaxrl_llm.generation.pages import PageSizes, take_pages
-from jaxrl_llm.generation.queue import Queue
-from jaxrl_llm.generation.sampler import Sampled, SamplingParams, sample, token_keys
+from jaxrl_llm.generation.queue import Rows
+from jaxrl_llm.generation.sampler import (
+    RowSampling,
+    Sampled,
+    SamplingParams,
+    sample,
+    sample_rows,
+    token_keys,
+)
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.kernels.kept_logprob import strict_kept_logprob
@@ -33,7 +41,7 @@ from jaxrl_llm.models.experts import Routing
 def decode(
     spec: ModelSpec,
     params: Any,
-    queue: Queue,
+    rows: Rows,
     group: int,
     pages: PageSizes,
     seed_key: jax.Array,
@@ -42,18 +50,20 @@ def decode(
     *,
     attention: Implementation,
     heads: HeadAxes | None,
+    ready: Callable[[jax.Array], jax.Array] | None = None,
     in_tail: bool = False,
 ) -> State:
     """Sample the next token of every live slot, and end the samples that are complete.
 
-    In a tail no sample begins: `compact` gave each slot the states that it goes on from.
+    In a tail no sample begins: `compact` gave each slot the states that it goes on from. `ready`
+    counts the samples whose prompt is in the cache, of the first groups of a queue; None: no queue.
 
     Guarantees: a slot that is free, or waits for a page, reads nothing from the cache and writes
     nothing. It is computed all the same, because shapes are static.
     """
     model, slots = bind(spec, params), state.slots
     row_B, count_B = slots.row_B, slots.count_B
-    num_samples, slots_B = queue.prompts_NP.shape[0], jnp.arange(row_B.shape[0])
+    num_samples, slots_B = rows.lengths_N.shape[0], jnp.arange(row_B.shape[0])
     table, live_B = take_pages(
         state.table,
         pages,
@@ -62,7 +72,7 @@ def decode(
         count_B=count_B,
         num_samples=num_samples,
     )
-    prompt_B = jnp.where(live_B, queue.lengths_N[row_B] - 1, 0)
+    prompt_B = jnp.where(live_B, rows.lengths_N[row_B] - 1, 0)
     own_B = jnp.where(live_B, count_B, 0)
     context = decode_context(
         spec.config,
@@ -86,18 +96,31 @@ def decode(
         residual_dtype=RESIDUAL_DTYPE,
         routing=None if spec.config.mixture is None else Routing(real_BT=live_B[:, None]),
     )
-    index_B = count_B if queue.begun_N is None else queue.begun_N[row_B] + count_B
+    index_B = count_B if rows.begun_N is None else rows.begun_N[row_B] + count_B
     keys_B2 = token_keys(
-        seed_key if seed_key.ndim == 0 else seed_key[row_B], queue.sample_ids_N[row_B], index_B
+        seed_key if seed_key.ndim == 0 else seed_key[row_B], rows.sample_ids_N[row_B], index_B
     )
-    tokens_B, logprobs_B, kept_BK = _sample(model, hidden_B1D[:, 0], keys_B2, sampling)
+    tokens_B, logprobs_B, kept_BK = _sample(
+        model, hidden_B1D[:, 0], keys_B2, sampling, rows.sampling
+    )
 
-    # Slots were refilled before this step, so a sample that is still ready found no page.
-    num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
-    stalled = jnp.minimum(num_free, queue.ready(state.prefilled) - state.head)
-    stalled += jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
-    at = (jnp.where(live_B, row_B, num_samples + slots_B), own_B)
-    ended_B = sampling.is_stop(tokens_B) | (count_B + 1 >= queue.limits_N[row_B])
+    stalled = jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
+    if ready is not None:
+        # Slots were refilled before this step, so a sample that is still ready found no page.
+        num_free = jnp.sum(~slots.live_B, dtype=jnp.int32)
+        stalled += jnp.minimum(num_free, ready(state.prefilled) - state.head)
+    column_B = own_B if rows.first_N is None else jnp.where(live_B, own_B - rows.first_N, 0)
+    at = (jnp.where(live_B, row_B, num_samples + slots_B), column_B)
+    is_given_B = jnp.zeros_like(live_B)
+    if rows.given_NR is not None:
+        given_B = jnp.take_along_axis(rows.given_NR, column_B[:, None], axis=1)[:, 0]
+        is_given_B = given_B >= 0
+        tokens_B = jnp.where(is_given_B, given_B, tokens_B)
+        logprobs_B = jnp.where(is_given_B, 0.0, logprobs_B)
+    is_stop_B = sampling.is_stop(tokens_B)
+    if rows.given_NR is not None:
+        is_stop_B &= ~is_given_B
+    ended_B = is_stop_B | (count_B + 1 >= rows.limits_N[row_B])
     stop_states_N = state.stop_states_N
     if sampling.stop_strings is not None and stop_states_N is not None:
         stop_states_B = sampling.stop_strings.step(stop_states_N[row_B], tokens_B)
@@ -133,9 +156,18 @@ def decode(
 
 
 def _sample(
-    model: Any, hidden_BD: jax.Array, keys_B2: jax.Array, sampling: SamplingParams
+    model: Any,
+    hidden_BD: jax.Array,
+    keys_B2: jax.Array,
+    sampling: SamplingParams,
+    rows: RowSampling | None,
 ) -> Sampled:
-    """A token of every slot. In a `strict_scope` log-probs have the bits of the trainer."""
+    """A token of every slot. In a `strict_scope` log-probs have the bits of the trainer.
+
+    `rows` are settings of each slot, in place of `sampling`.
+    """
+    if rows is not None:
+        return sample_rows(model.logits(hidden_BD), keys_B2, rows)
     if (strict := strict_in_scope()) is None:
         return sample(model.logits(hidden_BD), keys_B2, sampling)
     temperature = sampling.temperature or 1.0

@@ -41,7 +41,7 @@ from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.settings import GenerationSettings, Quantization
 from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implementation
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
@@ -373,11 +373,14 @@ def _engine(
     split = heads is not None or in_chunks
     if not in_generation_form:
         # A role's weights were cast: its spec has the dtype in which they are stored.
-        spec, params = _generation_form(spec.of_dtype(dtype), params, settings, split=split)
+        spec, params = generation_form(
+            spec.of_dtype(dtype), params, settings.quantization, split=split
+        )
     how = {"attention": settings.attention, "heads": heads}
     sampling = settings.sampling
     num_kept = sampling.num_kept(spec.config.vocab_size)
-    step = partial(decode, spec, params, queue, sizes.group, pages, seed_key, sampling, **how)
+    step = partial(decode, spec, params, queue.rows, sizes.group, pages, seed_key, sampling, **how)
+    step = partial(step, ready=queue.ready)
     return _Engine(
         empty=partial(
             empty_state,
@@ -515,8 +518,8 @@ def _head_axes(config: ModelConfig, group: tuple[str, ...], layout: Layout) -> H
     return HeadAxes(group, layout.axes("kv_heads") if config.latent is None else ())
 
 
-def _generation_form(
-    spec: ModelSpec, params: Any, settings: GenerationSettings, *, split: bool
+def generation_form(
+    spec: ModelSpec, params: Any, quantization: Quantization, *, split: bool
 ) -> tuple[ModelSpec, Any]:
     """The model with merged projections, and with float8 ones if asked for.
 
@@ -527,7 +530,7 @@ def _generation_form(
     """
     if not split and spec.lora is None and spec.form == "separate":
         spec, params = merge_projections(spec, params)
-    if settings.quantization == "float8":
+    if quantization == "float8":
         spec, params = quantize_projections(spec, params)
     return spec, params
 

@@ -60,6 +60,31 @@ def kept_tokens(z_BV: jax.Array, *, top_k: int, top_p: float, min_p: float) -> K
     return Kept(jnp.where(kept_BK, ids_BK, -1), jnp.where(kept_BK, z_BK, -jnp.inf))
 
 
+def kept_of_rows(z_BV: jax.Array, *, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> Kept:
+    """What filters of each row keep, as `kept_tokens` with numbers [B]; 0, 1 and 0 are off.
+
+    At most MOST_KEPT tokens are kept, the likeliest ones.
+    """
+    V = z_BV.shape[-1]
+    ids_BK = likeliest(z_BV, min(MOST_KEPT, V))
+    K = ids_BK.shape[1]
+    z_BK, order_BK = lax.top_k(jnp.take_along_axis(z_BV, ids_BK, axis=-1, mode="clip"), K)
+    ids_BK = jnp.take_along_axis(ids_BK, order_BK, axis=-1)
+    peak_B1 = z_BK[:, :1]
+    has_k_B1 = ((top_k > 0) & (top_k < V))[:, None]
+    kept_BK = ~has_k_B1 | (jnp.arange(K) < top_k[:, None])
+    mass_BK = jnp.where(kept_BK, jnp.exp(z_BK - peak_B1), 0.0)
+    every_B1 = jnp.sum(jnp.exp(z_BV - peak_B1), axis=-1, keepdims=True)
+    total_B1 = jnp.where(has_k_B1, jnp.sum(mass_BK, axis=-1, keepdims=True), every_B1)
+    before_BK = jnp.cumsum(mass_BK, axis=-1) - mass_BK
+    # The last token that is needed may have equals: they are kept too.
+    last_B1 = jnp.sum(before_BK < top_p[:, None] * total_B1, axis=-1, keepdims=True) - 1
+    threshold_B1 = jnp.take_along_axis(z_BK, jnp.maximum(last_B1, 0), axis=-1)
+    kept_BK &= (top_p[:, None] >= 1) | (z_BK >= threshold_B1)
+    kept_BK &= (min_p[:, None] <= 0) | (z_BK >= peak_B1 + jnp.log(min_p[:, None]))
+    return Kept(jnp.where(kept_BK, ids_BK, -1), jnp.where(kept_BK, z_BK, -jnp.inf))
+
+
 def likeliest(z_BV: jax.Array, k: int) -> jax.Array:
     """The ids of the k largest numbers of each row in no order, int32 [B, K]."""
     B, V = z_BV.shape

@@ -14,6 +14,7 @@ Shape letters: C prompt rows, B slots, A rows of a prefill and L their tokens, P
 O pages, R entries of a page, T pages a slot at most, K KV heads, N query heads, H head dim.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +36,12 @@ from jaxrl_llm.kernels.decode_attention import (
     prefix_decode_attention,
 )
 from jaxrl_llm.kernels.decode_attention.heads import StepHeads, queries_and_entries
-from jaxrl_llm.kernels.flash_attention import Implementation, attention, packed_visibility
+from jaxrl_llm.kernels.flash_attention import (
+    Implementation,
+    Visibility,
+    attention,
+    packed_visibility,
+)
 from jaxrl_llm.kernels.float8 import FLOAT8, FLOAT8_MAX
 from jaxrl_llm.kernels.gated_delta import (
     Begin,
@@ -291,6 +297,107 @@ def prefill_attend(
         return out_ALNH, cache._replace(prompts=written)
 
     return attend
+
+
+def extend_attend(
+    prompt_rows_A: jax.Array,
+    beginnings_A: jax.Array,
+    pages_AT: jax.Array,
+    entries_AL: jax.Array,
+    real_AL: jax.Array,
+    *,
+    into_row: bool,
+    sees_cache: bool,
+    implementation: Implementation,
+    heads: HeadAxes | None,
+) -> Attend:
+    """Attention of given tokens after what the cache has; it writes their keys and values.
+
+    Token `entries_AL` of a sequence goes to its pages, or with `into_row` to its prompt row. It
+    sees the `beginnings_A` first entries of the prompt row, and all own entries up to itself.
+    Without `sees_cache` it sees the tokens of its own row alone.
+
+    Requires: a model whose cache has the keys and values of each head, if `sees_cache`.
+    """
+
+    def attend(
+        q_ALNH: jax.Array,
+        k_ALKH: jax.Array,
+        v_ALKH: jax.Array,
+        layer_cache: LayerCache | Kept,
+        /,
+        *,
+        window: int | None,
+        sinks: jax.Array | None = None,
+        softcap: float | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        cache, keys, values = layer_cache, k_ALKH, v_ALKH
+        if isinstance(cache, Kept):
+            cache, keys, values = cache
+        A, L = real_AL.shape
+        written = cache.prompts if into_row else cache.own
+        number, entry_AL = written.shape[0], entries_AL
+        at_AL = jnp.broadcast_to(prompt_rows_A[:, None], (A, L))
+        if not into_row:
+            page_AL = jnp.minimum(entries_AL // written.shape[3], pages_AT.shape[1] - 1)
+            at_AL = jnp.take_along_axis(pages_AT, page_AL, axis=1)
+            entry_AL = entries_AL % written.shape[3]
+        # Padding gets distinct places out of range, which the scatter drops.
+        at_AL = jnp.where(real_AL, at_AL, number + jnp.arange(A * L).reshape(A, L))
+        new_ALK2H = stored(keys, values, written)
+        written = written.at[at_AL, :, :, entry_AL].set(new_ALK2H, mode="drop", unique_indices=True)
+        cache = cache._replace(**{"prompts" if into_row else "own": written})
+        places = entries_AL - entries_AL[:, :1]
+        before = 0
+        if sees_cache:
+            k_ALKH, v_ALKH, before = _entries_of(cache, prompt_rows_A, pages_AT, q_ALNH.dtype)
+            places = entries_AL + before
+        first = before if window is None else jnp.maximum(places - window + 1, before)
+        visibility = Visibility(
+            start_BT=jnp.where(real_AL, first, places + 1),
+            last_BT=places,
+        )
+        if before:
+            position_AL = beginnings_A[:, None] + entries_AL
+            begin = 0 if window is None else jnp.maximum(position_AL - window + 1, 0)
+            end = jnp.where(real_AL, beginnings_A[:, None], 0)
+            visibility = replace(
+                visibility,
+                prefix_start_BT=jnp.minimum(jnp.broadcast_to(begin, end.shape), end),
+                prefix_end_BT=end,
+            )
+        out = attention(
+            q_ALNH,
+            k_ALKH,
+            v_ALKH,
+            visibility=visibility,
+            sinks=sinks,
+            softcap=softcap,
+            # The partitioner splits heads of XLA's attention, and not of a kernel.
+            implementation=implementation if heads is None else "xla",
+        )
+        return out, cache
+
+    return attend
+
+
+def _entries_of(
+    cache: LayerCache, prompt_rows_A: jax.Array, pages_AT: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, int]:
+    """Keys and values [A, S, K, H] of prompt rows, then of pages; the entries of a prompt row.
+
+    A cache with a single prompt row has no beginnings: none of it is read.
+    """
+    own = cache.own.at[pages_AT].get(mode="clip")
+    A, T, K, _, R, H = own.shape
+    entries = jnp.moveaxis(own, 4, 2).reshape(A, T * R, K, 2, H)
+    before = 0
+    if cache.prompts.shape[0] > 1:
+        rows = cache.prompts.at[prompt_rows_A].get(mode="clip")
+        entries = jnp.concatenate([jnp.moveaxis(rows, 3, 1), entries], axis=1)
+        before = cache.prompts.shape[3]
+    entries = entries.astype(dtype)
+    return entries[..., 0, :], entries[..., 1, :], before
 
 
 def prefill_recur(

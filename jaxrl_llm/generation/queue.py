@@ -10,7 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.generation.packed_prompts import PackedPrompts, RowSizes, pack_prompts
+from jaxrl_llm.generation.sampler import RowSampling
 from jaxrl_llm.generation.stop_strings import START, StopStrings
+
+
+class Rows(NamedTuple):
+    """What a decode step reads of each sample."""
+
+    lengths_N: jax.Array  # prompt tokens; all but the last are in the sample's prompt row
+    sample_ids_N: jax.Array
+    limits_N: jax.Array  # entries of the sample's pages after which it ends
+    begun_N: jax.Array | None  # place in the response of the first token after the prompt; None: 0
+    # Of a call that goes on: entries in the pages when it begins, and tokens to take instead of
+    # sampled ones, from there on; -1 for none.
+    first_N: jax.Array | None = None
+    given_NR: jax.Array | None = None
+    sampling: RowSampling | None = None  # settings of each sample; None: one for all
 
 
 class Queue(NamedTuple):
@@ -30,6 +45,11 @@ class Queue(NamedTuple):
     ends_G1: jax.Array  # samples in the first 0, 1, ... groups of the order
     group: int | None  # samples of every group; None: groups differ
     packed: PackedPrompts  # the prompts in that order
+
+    @property
+    def rows(self) -> Rows:
+        """What a decode step reads."""
+        return Rows(self.lengths_N, self.sample_ids_N, self.limits_N, self.begun_N)
 
     def ready(self, prefilled: jax.Array) -> jax.Array:
         """Samples of the first `prefilled` groups. Where groups are equal it costs no kernel."""

@@ -11,13 +11,14 @@ Shape letters: B rows, V = F * M vocabulary in F rows of M columns.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl_llm.generation.filters import kept_tokens, num_kept
+from jaxrl_llm.generation.filters import Kept, kept_of_rows, kept_tokens, num_kept
 from jaxrl_llm.generation.stop_strings import Stops, StopStrings
 from jaxrl_llm.kernels.vocabulary_sums import num_rows, sums_of_columns
 from jaxrl_llm.numerics import mix32
@@ -95,6 +96,15 @@ def token_keys(seed_key: jax.Array, sample_ids_B: jax.Array, token_index_B: jax.
     return jax.vmap(one, in_axes=(key_axis, 0, 0))(seed_key, sample_ids_B, token_index_B)
 
 
+class RowSampling(NamedTuple):
+    """Settings of each row, as in `SamplingParams`."""
+
+    temperature_B: jax.Array  # float32
+    top_k_B: jax.Array  # int32
+    top_p_B: jax.Array  # float32
+    min_p_B: jax.Array  # float32
+
+
 class Sampled(NamedTuple):
     """A token of each row."""
 
@@ -129,9 +139,39 @@ def sample(
     return Sampled(tokens_B, chosen_B - total_B, None)
 
 
+def sample_rows(logits_BV: jax.Array, keys_B2: jax.Array, rows: RowSampling) -> Sampled:
+    """Sample one token a row, each with its own settings; the kept tokens are not returned.
+
+    Guarantees: `sample` with a row's settings gives the same token and log-prob, whatever the
+        other rows have. Filters cost nothing while no row has one.
+    """
+    is_greedy_B = rows.temperature_B == 0
+    z_BV = logits_BV.astype(jnp.float32)
+    z_BV = z_BV / jnp.where(is_greedy_B, 1.0, rows.temperature_B)[:, None]
+    drawn_B, total_B = _draw(z_BV, keys_B2, None)
+    tokens_B = jnp.where(is_greedy_B, jnp.argmax(z_BV, axis=-1).astype(jnp.int32), drawn_B)
+    chosen_B = jnp.take_along_axis(z_BV, tokens_B[:, None], axis=-1)[:, 0]
+    plain = tokens_B, chosen_B - total_B
+    V = z_BV.shape[-1]
+    has_filter_B = ((rows.top_k_B > 0) & (rows.top_k_B < V)) | (rows.top_p_B < 1)
+    has_filter_B = (has_filter_B | (rows.min_p_B > 0)) & ~is_greedy_B
+
+    def filtered() -> tuple[jax.Array, jax.Array]:
+        kept = kept_of_rows(z_BV, top_k=rows.top_k_B, top_p=rows.top_p_B, min_p=rows.min_p_B)
+        tokens, logprobs, _ = _draw_from(kept, keys_B2)
+        return jax.tree.map(partial(jnp.where, has_filter_B), (tokens, logprobs), plain)
+
+    tokens_B, logprobs_B = lax.cond(jnp.any(has_filter_B), filtered, lambda: plain)
+    return Sampled(tokens_B, logprobs_B, None)
+
+
 def _draw_kept(z_BV: jax.Array, keys_B2: jax.Array, params: SamplingParams) -> Sampled:
     """Tokens from the softmax over the tokens that filters keep."""
     kept = kept_tokens(z_BV, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    return _draw_from(kept, keys_B2)
+
+
+def _draw_from(kept: Kept, keys_B2: jax.Array) -> Sampled:
     noise_BK = _gumbel_at(keys_B2, kept.ids_BK.astype(jnp.uint32))
     at_B1 = jnp.argmax(kept.z_BK + noise_BK, axis=-1)[:, None]
     tokens_B, chosen_B = (

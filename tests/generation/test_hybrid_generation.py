@@ -9,6 +9,7 @@ from tiny import HYBRID, MODEL
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.packed_prompts import RowSizes
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs
 from jaxrl_llm.learner.rows import packed_rows, padded_rows, plan_packing
@@ -115,3 +116,26 @@ def test_log_probs_are_those_of_the_trainer():
     for logprobs in (padded, packed):
         found = np.asarray(logprobs(params())) * whole.mask
         np.testing.assert_allclose(found, whole.logprobs, atol=2e-5)
+
+
+def test_sessions_keep_a_state_in_its_slot():
+    """Each answer is the batch loop's, also when a slot is taken again or waits for its turn."""
+    whole, (tokens, lengths) = run(num_slots=0), prompts()
+    settings = EngineSettings(
+        max_context=P + R, num_slots=3, cache_tokens=100, stop_ids=(1, 2), steps=4,
+        sampling=SamplingParams(max_new_tokens=R),
+    )  # fmt: skip
+    engine = Engine(SPEC, params(), settings)
+    key = np.asarray(jax.random.key_data(jax.random.key(1)))
+    sequences = [
+        engine.add(tokens[i, : lengths[i]].tolist(), limit=3, seed_key=key, sample_id=i)
+        for i in range(N)
+    ]
+    while engine.has_work:
+        for each in engine.step():
+            if each.status == "waiting" and each.stop_reason == "length" and len(each.response) < R:
+                engine.append(each, [], limit=R - len(each.response))
+            elif each.status == "waiting":
+                engine.finish(each)
+    for i, each in enumerate(sequences):
+        assert each.response == whole.tokens[i][whole.mask[i] == 1].tolist()

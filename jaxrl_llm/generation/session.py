@@ -1,0 +1,548 @@
+"""The engine that the host talks to: sequences come, wait, go on and end, in one cache.
+
+    engine = Engine(spec, params, settings)
+    sequence = engine.add(prompt_ids, limit=100, seed_key=key, sample_id=0)
+    while engine.has_work:
+        for sequence in engine.step():  # sequences that got ids
+            if sequence.status == "waiting":
+                engine.append(sequence, observation_ids, limit=100)   # or engine.finish(sequence)
+
+A call of `step` computes ids that were given (`extend`), then decodes some steps (`decode_steps`).
+A sequence holds pages, and a slot only while it decodes. So many more sequences may wait for a tool
+than are decoded at once. docs/engine.md has a picture.
+
+`generate` (engine.py) answers a batch without the host, with the same decode step.
+
+Shape letters: see calls.py.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.generation.calls import (
+    CallSettings,
+    Given,
+    Results,
+    Turns,
+    decode_steps,
+    extend,
+)
+from jaxrl_llm.generation.engine import generation_form
+from jaxrl_llm.generation.kv_cache import init_cache
+from jaxrl_llm.generation.page_pool import PagePool
+from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.sequence import Beginning, Sampling, Sequence
+from jaxrl_llm.generation.settings import Quantization
+from jaxrl_llm.generation.sizes import FEWEST_SLOTS
+from jaxrl_llm.kernels.decode_attention.pipeline import block_entries
+from jaxrl_llm.kernels.flash_attention import Implementation
+from jaxrl_llm.kernels.float8 import FLOAT8
+from jaxrl_llm.kernels.hopper import on_gpu
+from jaxrl_llm.models.base import ModelSpec, bind
+
+# Given ids up to this number are decoded one a step, with others that decode. More are computed at
+# once (docs/engine.md has the times).
+FEWEST_EXTENDED = 16
+EXTENDED = 2048  # most ids of one row of `extend`
+FLOAT32_PAGE = 32  # entries of a page where no kernel reads it
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of an `Engine`. Numbers of slots and pages are for one replica."""
+
+    max_context: int  # most ids of a sequence
+    num_slots: int  # most sequences that decode at once
+    cache_tokens: int  # ids that fit into the pages, of all sequences
+    stop_ids: tuple[int, ...] = ()  # each of them ends a turn
+    sampling: SamplingParams | None = None  # one for all sequences; None: each has its own
+    num_beginnings: int = 0  # prompts that are shared by groups, in rows of their own
+    beginning_tokens: int = 0  # most ids of such a prompt
+    group: int = 1  # sequences that share a prompt, about
+    steps: int = 32  # most decode steps of a call
+    prefill_tokens: int = 8192  # ids of one call of `extend`, about
+    quantization: Quantization = "none"
+    attention: Implementation = "auto"
+    record_routes: bool = False
+    record_kept: bool = False
+    # The same program for one sequence and for many, so that a sequence has the same bits whatever
+    # else runs. None: where the model computes in float32.
+    fixed_shapes: bool | None = None
+    entries: int = 0  # ids of a page; 0: the block of the decode kernel
+
+
+@dataclass(eq=False)
+class Engine:
+    """A model, its cache, and the sequences in it. One thread calls it."""
+
+    spec: ModelSpec
+    params: Any  # in the dtype to compute in
+    settings: EngineSettings
+    version: int = 0  # number of the weights
+    _queued: list[Sequence] = field(default_factory=list, init=False)
+    _running: list[Sequence] = field(default_factory=list, init=False)
+    _waiting: set[Sequence] = field(default_factory=set, init=False)
+    _arrived: int = field(default=0, init=False)
+    num_steps: int = field(default=0, init=False)  # decode steps so far
+    num_computed: int = field(default=0, init=False)  # given ids that were computed at once
+
+    def __post_init__(self) -> None:
+        settings, config = self.settings, self.spec.config
+        self.spec, self.params = _formed(self.spec, self.params, settings.quantization)
+        dtype = bind(self.spec, self.params).unembedding().dtype
+        cache_dtype = dtype if settings.quantization == "none" else FLOAT8
+        plain = dtype == jnp.float32
+        entries = settings.entries or (FLOAT32_PAGE if plain else _block(config))
+        self._fixed = plain if settings.fixed_shapes is None else settings.fixed_shapes
+        self._slots = max(settings.num_slots, FEWEST_SLOTS if on_gpu() else 1)
+        self._pages_each = -(-settings.max_context // entries)
+        number = max(self._pages_each, -(-settings.cache_tokens // entries))
+        number = min(number, self._pages_each * max(self._slots, settings.num_slots) * 8)
+        self._pool = PagePool(number, entries)
+        self._rows = list(range(settings.num_beginnings - 1, -1, -1))
+        # Of a model with states, or latent keys, tokens are given in decode steps alone.
+        self._extends = config.delta is None and config.latent is None
+        # A state stays in its slot, so a sequence keeps the slot until it ends.
+        self._free_slots = list(range(self._slots)) if config.delta is not None else None
+        self._cache = init_cache(
+            config,
+            num_prompts=settings.num_beginnings + 1 if settings.num_beginnings else 1,
+            prompt_length=max(settings.beginning_tokens, 1),
+            num_pages=number,
+            page_entries=entries,
+            num_slots=self._slots,
+            dtype=cache_dtype,
+            state_dtype=dtype,
+        )
+        self._how = CallSettings(
+            sampling=replace(
+                settings.sampling or SamplingParams(max_new_tokens=settings.max_context),
+                stop_token_ids=settings.stop_ids,
+                stop_strings=None,
+            ),
+            by_request=settings.sampling is None,
+            attention=settings.attention,
+            slots_per_prompt=settings.group,
+            record_routes=settings.record_routes,
+            record_kept=settings.record_kept,
+        )
+
+    # -------------------------------------------------------------------------- sequences
+
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence can go on without `append`."""
+        return bool(self._queued or self._running)
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Ids for which pages are free."""
+        return self._pool.num_free * self._pool.entries
+
+    def counts(self) -> dict[str, int]:
+        """The numbers of sequences by status."""
+        return {
+            "queued": len(self._queued),
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+        }
+
+    def beginning(self, tokens: Seq[int]) -> Beginning:
+        """A prompt that several sequences share; give it to `add` in place of the ids."""
+        if not 1 <= len(tokens) - 1 <= self.settings.beginning_tokens or not self._extends:
+            return Beginning(tokens=())
+        return Beginning(tokens=tuple(tokens[:-1]))
+
+    def add(
+        self,
+        prompt: Seq[int],
+        *,
+        limit: int,
+        seed_key: np.ndarray,
+        sample_id: int,
+        sampling: Sampling | None = None,
+        beginning: Beginning | None = None,
+    ) -> Sequence:
+        """A new sequence, whose first turn has at most `limit` sampled ids.
+
+        The id at place i of the response, appended ids counted, is drawn with the key
+        fold_in(fold_in(`seed_key`, `sample_id`), i). `beginning` was made of the same prompt.
+
+        Raises: ValueError for a prompt that leaves no room.
+        """
+        if not 0 < len(prompt) < self.settings.max_context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} ids, and a sequence at most "
+                f"{self.settings.max_context}"
+            )
+        shared = beginning if beginning is not None and beginning.tokens else None
+        sequence = Sequence(
+            tokens=list(prompt),
+            sampled=[False] * len(prompt),
+            logprobs=[0.0] * len(prompt),
+            versions=[-1] * len(prompt),
+            num_prompt=len(prompt),
+            seed_key=np.asarray(seed_key, np.uint32),
+            sample_id=sample_id,
+            sampling=sampling or Sampling(),
+            beginning=shared,
+            number=self._arrived,
+        )
+        if shared is not None:
+            shared.readers += 1
+        self._arrived += 1
+        self._set_limit(sequence, limit)
+        self._queued.append(sequence)
+        return sequence
+
+    def append(self, sequence: Sequence, tokens: Seq[int], *, limit: int) -> None:
+        """Let a waiting sequence go on after `tokens`, with at most `limit` sampled ids.
+
+        Raises: ValueError if it has no room for them and one more.
+        """
+        assert sequence.status == "waiting", sequence.status
+        if len(sequence.tokens) + len(tokens) >= self.settings.max_context:
+            raise ValueError(
+                f"{len(tokens)} ids after {len(sequence.tokens)} leave no room in a sequence of at "
+                f"most {self.settings.max_context}"
+            )
+        sequence.tokens += tokens
+        sequence.sampled += [False] * len(tokens)
+        sequence.logprobs += [0.0] * len(tokens)
+        sequence.versions += [-1] * len(tokens)
+        self._set_limit(sequence, limit)
+        self._waiting.discard(sequence)
+        sequence.status = "queued"
+        self._queued.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence: its pages are free, and stay readable for equal beginnings."""
+        self._end(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence at once, in the middle of a turn too."""
+        if sequence.status != "ended":
+            sequence.stop_reason = "aborted"
+        self._end(sequence)
+
+    def set_weights(self, params: Any, *, keep_cache: bool = False) -> None:
+        """Go on with other weights, of the same shapes.
+
+        With `keep_cache` the entries of older weights are read further. Without it they are
+        computed again, when their sequence goes on.
+        """
+        _, self.params = _formed(self.spec, params, self.settings.quantization)
+        self.version += 1
+        if keep_cache:
+            return
+        self._pool.forget()
+        for sequence in [*self._running, *self._waiting, *self._queued]:
+            self._pool.release(sequence.pages)
+            sequence.pages, sequence.computed = [], 0
+            if sequence.beginning is not None and sequence.beginning.row >= 0:
+                self._rows.append(sequence.beginning.row)
+                sequence.beginning.row = -1
+        self._queued = sorted([*self._running, *self._queued], key=lambda x: x.number)
+        for sequence in self._queued:
+            sequence.status = "queued"
+        self._running = []
+
+    def _set_limit(self, sequence: Sequence, limit: int) -> None:
+        sequence.limit = min(len(sequence.tokens) + max(limit, 1), self.settings.max_context)
+        sequence.stop_reason = None
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.status == "ended":
+            return
+        for listed in (self._queued, self._running):
+            if sequence in listed:
+                listed.remove(sequence)
+        self._waiting.discard(sequence)
+        if sequence.beginning is None and self._extends:
+            # Decode steps give entries other bits than `extend`.
+            shared = sequence.num_prompt - 1 if self._fixed else sequence.computed
+            self._pool.note(sequence.pages, sequence.tokens, min(shared, sequence.computed))
+        self._pool.release(sequence.pages)
+        sequence.pages, sequence.status = [], "ended"
+        if self._free_slots is not None and sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+        if (shared := sequence.beginning) is not None:
+            shared.readers -= 1
+            if not shared.readers and shared.row >= 0:
+                self._rows.append(shared.row)
+                shared.row = -1
+
+    # ------------------------------------------------------------------------------- step
+
+    def step(self, most: int = 0, *, enough: int = 0) -> list[Sequence]:
+        """Compute given ids, then decode up to `most` steps; the sequences that changed.
+
+        It returns earlier when `enough` sequences have ended their turn; 0: a sixteenth of them.
+        """
+        self._admit()
+        self._compute_beginnings()
+        self._compute_given()
+        return self._decode(most or self.settings.steps, enough)
+
+    def _oldest(self) -> Sequence | None:
+        everyone = [*self._running, *self._waiting, *self._queued]
+        return min(everyone, key=lambda x: x.number, default=None)
+
+    def _held_back(self, oldest: Sequence | None, sequence: Sequence) -> int:
+        """Pages that `sequence` may not take: the oldest one needs them to end."""
+        if oldest is None or sequence is oldest:
+            return 0
+        return max(0, self._pages_each - len(oldest.pages))
+
+    def _admit(self) -> None:
+        """Let queued sequences run, in the order of their arrival, while memory lasts."""
+        oldest = self._oldest()
+        self._queued.sort(key=lambda x: x.number)
+        while self._queued and len(self._running) < self._slots:
+            sequence = self._queued[0]
+            shared = sequence.beginning
+            if self._free_slots is not None and sequence.slot < 0 and not self._free_slots:
+                return
+            if shared is not None and shared.row == -1:
+                if not self._rows:
+                    return
+                shared.row = -2 - self._rows.pop()  # taken, and not computed
+            if not sequence.pages and shared is None and self._extends:
+                sequence.pages = self._pool.match(sequence.own[:-1])
+                sequence.computed = len(sequence.pages) * self._pool.entries
+            needed = self._missing(sequence, len(sequence.own))
+            if needed > self._pool.num_free - self._held_back(oldest, sequence):
+                return
+            sequence.pages += self._pool.take(needed)
+            if self._free_slots is not None and sequence.slot < 0:
+                sequence.slot = self._free_slots.pop(0)
+            sequence.status = "running"
+            self._running.append(self._queued.pop(0))
+
+    def _missing(self, sequence: Sequence, entries: int) -> int:
+        return max(0, -(-entries // self._pool.entries) - len(sequence.pages))
+
+    def _compute_beginnings(self) -> None:
+        """Compute the shared prompts of sequences that begin to run."""
+        new = {id(s.beginning): s.beginning for s in self._running if s.beginning is not None}
+        todo = [shared for shared in new.values() if shared.row < -1]
+        for shared in todo:
+            shared.row = -2 - shared.row
+        for width, group in _by_width([(len(s.tokens), s) for s in todo]).items():
+            rows = self._rows_at_once(width)
+            for first in range(0, len(group), rows):
+                part = group[first : first + rows]
+                given = self._given(len(part), width, pages=1)
+                for i, shared in enumerate(part):
+                    given.tokens_AL[i, : len(shared.tokens)] = shared.tokens
+                    given.length_A[i], given.prompt_row_A[i] = len(shared.tokens), shared.row
+                routes = self._extend(given, into_row=True, sees_cache=False)
+                for i, shared in enumerate(part):
+                    self.num_computed += len(shared.tokens)
+                    if routes is not None:
+                        shared.routes = routes[i, : len(shared.tokens)]
+
+    def _compute_given(self) -> None:
+        """Compute the given ids of running sequences, but for the few that decode steps take."""
+        fewest = 0 if self._fixed else FEWEST_EXTENDED
+        while self._extends:
+            todo = [s for s in self._running if s.left_to_compute > fewest]
+            if not todo:
+                return
+            groups: dict[Any, list[Sequence]] = {}
+            for sequence in todo:
+                number = self._extended(sequence)
+                end = sequence.computed + number
+                sees = sequence.computed > 0 or sequence.base > 0
+                pages = _power(-(-end // self._pool.entries), self._pages_each) if sees else 1
+                groups.setdefault((self._width(number), sees, pages), []).append(sequence)
+            for (width, sees, pages), group in sorted(groups.items(), key=lambda x: x[0]):
+                rows = self._rows_at_once(width)
+                for first in range(0, len(group), rows):
+                    self._extend_some(group[first : first + rows], width, sees, pages)
+
+    def _extend_some(self, part: list[Sequence], width: int, sees: bool, pages: int) -> None:
+        numbers = [self._extended(s) for s in part]
+        if not sees:  # the pages are written all the same
+            pages = _power(-(-width // self._pool.entries), self._pages_each)
+        given = self._given(len(part), width, pages)
+        for i, (sequence, number) in enumerate(zip(part, numbers, strict=True)):
+            start, own = sequence.computed, sequence.own
+            given.tokens_AL[i, :number] = own[start : start + number]
+            given.length_A[i], given.start_A[i] = number, start
+            given.beginning_A[i] = sequence.base
+            if sequence.beginning is not None:
+                given.prompt_row_A[i] = sequence.beginning.row
+            table = sequence.pages[:pages]
+            given.pages_AT[i, : len(table)] = table
+        routes = self._extend(given, into_row=False, sees_cache=sees)
+        for i, (sequence, number) in enumerate(zip(part, numbers, strict=True)):
+            sequence.computed += number
+            self.num_computed += number
+            if routes is not None:
+                sequence.routes.append(routes[i, :number])
+
+    def _extended(self, sequence: Sequence) -> int:
+        """Given ids that the next call computes; with fixed shapes up to the end of a page."""
+        most = self._pool.entries - sequence.computed % self._pool.entries
+        return min(sequence.left_to_compute, most if self._fixed else EXTENDED)
+
+    def _width(self, number: int) -> int:
+        return self._pool.entries if self._fixed else max(_power(number), FEWEST_EXTENDED)
+
+    def _rows_at_once(self, width: int) -> int:
+        """Rows of a call of `extend`."""
+        return 1 if self._fixed else max(1, self.settings.prefill_tokens // width)
+
+    def _given(self, number: int, width: int, pages: int) -> Given:
+        """Empty rows for a call. Their number is a power of two, so that programs are few."""
+        rows = _power(number, self._rows_at_once(width))
+        zeros = partial(np.zeros, dtype=np.int32)
+        numbers = [zeros(rows) for _ in Given._fields[1:-1]]
+        return Given._make([zeros((rows, width)), *numbers, zeros((rows, pages))])
+
+    def _extend(self, given: Given, *, into_row: bool, sees_cache: bool) -> np.ndarray | None:
+        self._cache, routes = _extend(
+            self.spec,
+            self.params,
+            self._cache,
+            given,
+            self._how,
+            into_row=into_row,
+            sees_cache=sees_cache,
+        )
+        return None if routes is None else np.asarray(routes)
+
+    def _decode(self, most: int, enough: int) -> list[Sequence]:
+        steps, oldest = self.settings.steps, self._oldest()
+        live = []
+        for sequence in sorted(self._running, key=lambda x: x.number):
+            entries = min(sequence.computed + most, sequence.limit - sequence.base - 1)
+            room = self._pool.num_free - self._held_back(oldest, sequence)
+            sequence.pages += self._pool.take(min(self._missing(sequence, entries), max(room, 0)))
+            if len(sequence.pages) * self._pool.entries > sequence.computed:
+                live.append(sequence)
+        if not live:
+            return []
+        whole = self._fixed or self._free_slots is not None
+        slots = self._slots if whole else _power(max(len(live), FEWEST_SLOTS), self._slots)
+        turns = Turns.blank(slots, self._pages_each, steps)
+        placed = [
+            (slot if self._free_slots is None else sequence.slot, sequence)
+            for slot, sequence in enumerate(live)
+        ]
+        for slot, sequence in placed:
+            self._fill(turns, slot, sequence)
+        enough = enough or max(1, len(live) // 16)
+        self._cache, decoded = _decode_steps(
+            self.spec,
+            self.params,
+            self._cache,
+            turns.packed(),
+            np.int32(min(most, steps)),
+            np.int32(enough),
+            self._how,
+            steps=steps,
+        )
+        results = decoded.read()
+        self.num_steps += int(decoded.steps)
+        for slot, sequence in placed:
+            self._take(sequence, slot, results)
+        return live
+
+    def _fill(self, turns: Turns, slot: int, sequence: Sequence) -> None:
+        own, computed, sampling = sequence.own, sequence.computed, sequence.sampling
+        turns.live_B[slot] = 1
+        if sequence.beginning is not None:
+            turns.prompt_row_B[slot] = sequence.beginning.row
+        turns.beginning_B[slot] = sequence.base
+        turns.count_B[slot] = computed
+        turns.token_B[slot] = own[computed]
+        capacity = len(sequence.pages) * self._pool.entries
+        turns.limit_B[slot] = min(sequence.limit - sequence.base - 1, capacity)
+        turns.begun_B[slot] = sequence.base + 1 - sequence.num_prompt
+        turns.sample_B[slot] = sequence.sample_id
+        turns.key_B[slot], turns.key2_B[slot] = sequence.seed_key
+        turns.temperature_B[slot] = sampling.temperature
+        turns.top_k_B[slot], turns.top_p_B[slot] = sampling.top_k, sampling.top_p
+        turns.min_p_B[slot] = sampling.min_p
+        turns.pages_BT[slot, : len(sequence.pages)] = sequence.pages
+        given = own[computed + 1 : computed + 1 + turns.given_BM.shape[1]]
+        turns.given_BM[slot, : len(given)] = given
+
+    def _take(self, sequence: Sequence, slot: int, results: Results) -> None:
+        """Take over what a slot sampled."""
+        number = int(results.count_B[slot]) - sequence.computed
+        pending = len(sequence.own) - 1 - sequence.computed
+        tokens = results.tokens_BM[slot, pending:number].tolist()
+        if results.routes is not None:
+            sequence.routes.append(results.routes[slot, :number])
+        if results.kept is not None:
+            first = len(sequence.tokens)
+            for i in range(len(tokens)):
+                sequence.kept[first + i] = results.kept[slot, pending + i]
+        sequence.computed += number
+        sequence.tokens += tokens
+        sequence.sampled += [True] * len(tokens)
+        sequence.logprobs += results.logprobs_BM[slot, pending:number].tolist()
+        sequence.versions += [self.version] * len(tokens)
+        if results.live_B[slot] or (not tokens and len(sequence.tokens) < sequence.limit):
+            return
+        if tokens and tokens[-1] in self.settings.stop_ids:
+            sequence.stop_reason = "stop"
+        elif len(sequence.tokens) >= sequence.limit:
+            full = len(sequence.tokens) >= self.settings.max_context
+            sequence.stop_reason = "context" if full else "length"
+        else:
+            return  # it waits for a page
+        sequence.status = "waiting"
+        self._running.remove(sequence)
+        self._waiting.add(sequence)
+
+
+def _formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[ModelSpec, Any]:
+    """The model in generation form."""
+    spec = spec.of_dtype(bind(spec, params).unembedding().dtype)
+    made = []
+
+    def form(params: Any) -> Any:
+        formed, out = generation_form(spec, params, quantization, split=False)
+        made.append(formed)
+        return out
+
+    params = jax.jit(form)(params)
+    return made[0], params
+
+
+def _block(config: Any) -> int:
+    return block_entries(config.cache_heads[1])
+
+
+def _power(number: int, most: int = 0) -> int:
+    """The next power of two, at most `most`."""
+    power = 1 << max(number - 1, 0).bit_length()
+    return min(power, most) if most else power
+
+
+def _by_width(items: Iterable[tuple[int, Any]]) -> dict[int, list[Any]]:
+    groups: dict[int, list[Any]] = {}
+    for length, item in items:
+        groups.setdefault(max(_power(length), FEWEST_EXTENDED), []).append(item)
+    return dict(sorted(groups.items()))
+
+
+_decode_steps = jax.jit(
+    decode_steps, static_argnames=("spec", "settings", "steps"), donate_argnames="cache"
+)
+_extend = jax.jit(
+    extend,
+    static_argnames=("spec", "settings", "into_row", "sees_cache"),
+    donate_argnames="cache",
+)

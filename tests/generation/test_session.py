@@ -1,0 +1,236 @@
+"""Sessions of the engine: against the batch loop, a full forward pass, and each other."""
+
+import jax
+import numpy as np
+import pytest
+from test_generation import VOCAB, P, R, full_logits_jit, model, prompts, run
+
+from jaxrl_llm.generation import session
+from jaxrl_llm.generation.filters import kept_of_rows, kept_tokens
+from jaxrl_llm.generation.page_pool import PagePool
+from jaxrl_llm.generation.sampler import RowSampling, SamplingParams, sample, sample_rows
+from jaxrl_llm.generation.sequence import Sampling
+from jaxrl_llm.generation.session import Engine, EngineSettings
+
+STOPS = (1, 2, 5)
+KEY = np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(7), 2)))
+CONTEXT, TURNS, TURN = 40, 3, 6
+
+
+def engine_of(family="qwen2", **settings):
+    defaults = {
+        "max_context": P + R,
+        "cache_tokens": 3 * (P + R),
+        "stop_ids": STOPS,
+        "entries": 4,
+        "sampling": SamplingParams(max_new_tokens=R),
+    }
+    return Engine(*model(family), EngineSettings(**defaults | settings))
+
+
+def answer(engine, *, shared=False, order=range(7)):
+    """One turn of each prompt, in the order of the prompts."""
+    tokens, lengths, ids = prompts(7)
+    sequences = {}
+    for i in order:
+        prompt = tokens[i, : lengths[i]].tolist()
+        beginning = engine.beginning(prompt) if shared else None
+        sequences[i] = engine.add(
+            prompt, limit=R, seed_key=KEY, sample_id=int(ids[i]), beginning=beginning
+        )
+    while engine.has_work:
+        for sequence in engine.step():
+            if sequence.status == "waiting":
+                engine.finish(sequence)
+    return [sequences[i] for i in range(7)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({"num_slots": 3, "steps": 4}, False),
+        ({"num_slots": 4, "steps": 5, "num_beginnings": 3, "beginning_tokens": P}, True),
+        ({"num_slots": 4, "steps": 16, "sampling": None, "fixed_shapes": False}, False),
+    ],
+)
+def test_a_turn_has_the_tokens_of_the_batch_loop(family, settings, shared):
+    tokens, lengths, ids = prompts(7)
+    whole = run(tokens, lengths, ids, num_slots=0, family=family)
+    sequences = answer(engine_of(family, **settings), shared=shared)
+    for i, sequence in enumerate(sequences):
+        expected = whole.tokens[i][whole.mask[i] == 1].tolist()
+        assert sequence.response == expected
+        logprobs = np.array(sequence.logprobs[lengths[i] :])
+        np.testing.assert_allclose(logprobs, whole.logprobs[i][: len(expected)], atol=1e-5)
+        assert sequence.stop_reason == ("stop" if whole.finished[i] else "length")
+
+
+def converse(engine, *, shared=False, order=range(7)):
+    """Three turns of each prompt, with observations between them."""
+    rng, (tokens, lengths, ids) = np.random.default_rng(3), prompts(7)
+    observed = rng.integers(6, VOCAB, (7, TURNS - 1, 5)).tolist()
+    sizes = rng.integers(1, 6, (7, TURNS - 1))
+    sequences, turn = {}, {}
+    for i in order:
+        prompt = tokens[i, : lengths[i]].tolist()
+        beginning = engine.beginning(prompt) if shared else None
+        sequences[i] = engine.add(
+            prompt, limit=TURN, seed_key=KEY, sample_id=int(ids[i]), beginning=beginning
+        )
+        turn[sequences[i]] = (i, 0)
+    while engine.has_work:
+        for sequence in engine.step():
+            if sequence.status != "waiting":
+                continue
+            i, number = turn[sequence]
+            if number == TURNS - 1:
+                engine.finish(sequence)
+                continue
+            turn[sequence] = (i, number + 1)
+            engine.append(sequence, observed[i][number][: sizes[i, number]], limit=TURN)
+    return [sequences[i] for i in range(7)]
+
+
+@pytest.mark.parametrize(("family", "fixed"), [("qwen2", True), ("gpt_oss", False)])
+def test_turns_have_the_log_probs_of_a_full_forward_pass(family, fixed, monkeypatch):
+    """However observations are computed: at once, in decode steps, after a shared prompt."""
+    settings = {"max_context": CONTEXT, "cache_tokens": 4 * CONTEXT, "steps": 5}
+    seen = []
+    for fewest, shared, slots in ((0, False, 8), (2, True, 3), (100, False, 4)):
+        monkeypatch.setattr(session, "FEWEST_EXTENDED", fewest)
+        rows = {"num_beginnings": 3, "beginning_tokens": P} if shared else {}
+        engine = engine_of(family, num_slots=slots, fixed_shapes=fixed, **settings, **rows)
+        sequences = converse(engine, shared=shared)
+        assert engine._pool.num_free == engine._pool.num_pages
+        seen.append([x.tokens for x in sequences])
+        for each in sequences:
+            padded = np.zeros(P + R if len(each.tokens) <= P + R else CONTEXT, np.int32)
+            padded[: len(each.tokens)] = each.tokens
+            logits = np.asarray(full_logits_jit(family, model(family)[1], padded), np.float64)
+            logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            for place in np.flatnonzero(each.sampled):
+                expected = logprobs[place - 1, each.tokens[place]]
+                assert each.logprobs[place] == pytest.approx(expected, abs=1e-5)
+            assert not any(each.sampled[: each.num_prompt])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_float32_has_the_same_bits_in_any_order_slots_and_steps():
+    settings = {"max_context": CONTEXT, "cache_tokens": 4 * CONTEXT}
+    first = converse(engine_of(num_slots=8, steps=32, **settings))
+    orders = (range(7), [3, 1, 2, 0, 6, 5, 4])
+    for slots, steps, order in ((2, 3, orders[1]), (3, 4, orders[0])):
+        again = converse(engine_of(num_slots=slots, steps=steps, **settings), order=order)
+        for one, other in zip(first, again, strict=True):
+            assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_scarce_pages_make_sequences_wait_and_change_nothing():
+    roomy = answer(engine_of(num_slots=7, cache_tokens=1000))
+    scarce = engine_of(num_slots=7, cache_tokens=P + R)
+    for one, other in zip(roomy, answer(scarce), strict=True):
+        assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_an_equal_beginning_is_not_computed_again():
+    prompt = np.random.default_rng(0).integers(6, VOCAB, 30).tolist()
+    engine = engine_of(max_context=CONTEXT, cache_tokens=4 * CONTEXT, num_slots=2)
+    texts = []
+    for ending in ([7, 8], [7, 8], [9]):
+        before = engine.num_computed
+        sequence = engine.add(prompt + ending, limit=4, seed_key=KEY, sample_id=1)
+        while engine.has_work:
+            engine.step()
+        engine.finish(sequence)
+        texts.append((engine.num_computed - before, sequence.tokens, sequence.logprobs))
+    assert [computed for computed, *_ in texts] == [31, 31 - 28, 30 - 28]
+    assert texts[0][1:] == texts[1][1:]
+    engine.set_weights(engine.params)  # entries of older weights are dropped
+    sequence = engine.add(prompt, limit=1, seed_key=KEY, sample_id=1)
+    engine.step()
+    assert engine.num_computed == 31 + 3 + 2 + 29
+
+
+def test_an_aborted_sequence_gives_its_pages_back():
+    engine = engine_of(num_slots=2)
+    sequences = [
+        engine.add([7, 8, 9], limit=R, seed_key=KEY, sample_id=i, sampling=Sampling())
+        for i in range(3)
+    ]
+    engine.step(1)
+    engine.abort(sequences[0])
+    engine.abort(sequences[2])  # it was not begun
+    assert [x.stop_reason for x in sequences] == ["aborted", None, "aborted"]
+    while engine.has_work:
+        engine.step()
+    engine.finish(sequences[1])
+    assert engine._pool.num_free == engine._pool.num_pages
+    assert engine.counts() == {"queued": 0, "running": 0, "waiting": 0}
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    engine = engine_of(num_slots=1)
+    with pytest.raises(ValueError, match="18 ids, and a sequence at most 18"):
+        engine.add([7] * (P + R), limit=1, seed_key=KEY, sample_id=0)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.3, 5, 1.0, 0.0),
+     (1.0, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 7, 0.6, 0.05)],
+)  # fmt: skip
+def test_settings_of_a_row_give_what_they_give_for_all(temperature, top_k, top_p, min_p):
+    rng = np.random.default_rng(1)
+    logits = (rng.normal(size=(6, 200)) * 2).astype(np.float32)
+    keys = rng.integers(0, 2**32, (6, 2), dtype=np.uint32)
+    others = Sampling(temperature=0.5, top_k=3)
+    mine = Sampling(temperature, top_k, top_p, min_p)
+    chosen = [mine, others, mine, others, mine, mine]
+    columns = zip(*((x.temperature, x.top_k, x.top_p, x.min_p) for x in chosen), strict=True)
+    arrays = [np.array(x, t) for x, t in zip(columns, ("f4", "i4", "f4", "f4"), strict=True)]
+    tokens, logprobs, _ = sample_rows(logits, keys, RowSampling(*arrays))
+    params = SamplingParams(
+        max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    expected = sample(logits, keys, params)
+    rows = [0, 2, 4, 5]
+    np.testing.assert_array_equal(np.asarray(tokens)[rows], np.asarray(expected.tokens_B)[rows])
+    np.testing.assert_allclose(
+        np.asarray(logprobs)[rows], np.asarray(expected.logprobs_B)[rows], atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.5, 0.0), (4, 0.9, 0.1)])
+def test_rows_keep_equal_numbers_as_filters_do(top_k, top_p, min_p):
+    logits = np.array([[1, 3, 3, 2, 0, 3, -1, 2], [0, 0, 0, 0, 0, 0, 0, 9]], np.float32)
+    full = [np.full(2, x, t) for x, t in ((top_k, "i4"), (top_p, "f4"), (min_p, "f4"))]
+    rows = kept_of_rows(logits, top_k=full[0], top_p=full[1], min_p=full[2])
+    same = kept_tokens(logits, top_k=top_k, top_p=top_p, min_p=min_p)
+    for one, other in zip(np.asarray(rows.z_BK), np.asarray(same.z_BK), strict=True):
+        np.testing.assert_array_equal(sorted(one[one > -9]), sorted(other[other > -9]))
+
+
+def test_pages_are_found_by_their_tokens_and_taken_when_they_run_out():
+    pool = PagePool(4, 2)
+    first = pool.take(3)
+    assert pool.note(first, [1, 2, 3, 4, 5], 5) == 2
+    pool.release(first)
+    assert pool.num_free == 4
+    held = pool.match([1, 2, 3, 9])
+    assert held == first[:1]
+    assert pool.take(3) and pool.num_free == 0  # the page of (3, 4) too
+    assert pool.match([1, 2, 3, 4]) == first[:1]
+    pool.forget()
+    assert pool.match([1, 2]) == []
+
+
+def test_a_page_that_is_taken_takes_what_follows_it_out_of_the_tree():
+    pool = PagePool(3, 1)
+    pages = pool.take(3)
+    pool.note(pages, [1, 2, 3], 3)
+    pool.release(pages[1:2])
+    pool.release(pages[2:])
+    assert pool.take(1) == pages[1:2]
+    assert pool.match([1, 2, 3]) == pages[:1]
+    assert pool.num_free == 1

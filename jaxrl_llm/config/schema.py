@@ -293,6 +293,14 @@ class SupervisedConfig(Record):
     stop_at: Fraction = 0.0  # held-out accuracy at which the training ends early; 0: never
 
 
+class ReferenceConfig(Record):
+    """The reference model: the policy before training, or a later one."""
+
+    refresh_every: Whole = 0  # steps after which the reference follows the policy; 0: never
+    # Share of the policy in the new reference; the rest is the old one. TRL: 0.6, 1 copies.
+    mixup_alpha: Annotated[float, Gt(0), Le(1)] = 1.0
+
+
 class RewardModelConfig(ModelSettings):
     """A scalar model whose score at the last token is the reward, or a part of it."""
 
@@ -502,6 +510,7 @@ class Config(Record):
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmSettings = PPO()  # algorithm: docs/algorithms.md
     # Algorithms before `algorithm`, each for its part of `total_steps`: docs/algorithms.md.

@@ -47,6 +47,8 @@ COMMON_DEFAULTS: dict[str, Any] = {
     "lora_r": 16,
     "lora_alpha": 32,
     "lora_dropout": 0.05,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
 }
 GROUP_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-6,
@@ -435,7 +437,9 @@ GROUPS: dict[str, Rule] = {
     "mask_truncated_completions": "rollout.mask_truncated",
     "normalize_advantages": not_null("`algorithm=reinforce_plus_plus` whitens over the batch"),
     "reward_clip_range": not_null("clip in the reward function"),
-    "sync_ref_model": not_null("the reference is the policy at the start"),
+    "sync_ref_model": part_of("reference.refresh_every"),
+    "ref_model_sync_steps": part_of("reference.refresh_every"),
+    "ref_model_mixup_alpha": part_of("reference.mixup_alpha"),
     "off_policy_mask_threshold": "algorithm.off_policy_mask",
     "use_bias_correction_kl": part_of("algorithm.kl_loss_unbiased"),
     "reward_funcs": part_of("reward.functions"),

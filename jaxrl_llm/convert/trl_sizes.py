@@ -99,9 +99,23 @@ def set_steps(source: Source, values: dict[str, Any], notes: list[str], each: in
             f"epochs are {epochs:g} × rows / {batch} steps; --rows=N computes them"
         )
     total = values.get("total_steps", 0)
+    if source.get("sync_ref_model"):
+        _set_refresh(source, values, notes, each)
     values["save_every"] = _interval(source, "save", total, each, notes)
     values["validation.every"] = _interval(source, "eval", total, each, notes)
     _set_warmup(source, values, notes, total * each)
+
+
+def _set_refresh(source: Source, values: dict[str, Any], notes: list[str], each: int) -> None:
+    """The steps after which the reference follows the policy."""
+    steps = source.count("ref_model_sync_steps")
+    values["reference.refresh_every"] = max(1, round(steps / each))
+    values["reference.mixup_alpha"] = float(source.number("ref_model_mixup_alpha"))
+    if steps % each:
+        notes.append(
+            f"reference.refresh_every: a step of ours has {each} of TRL's, so "
+            f"ref_model_sync_steps={steps} became {values['reference.refresh_every'] * each}"
+        )
 
 
 def _interval(source: Source, what: str, total: int, each: int, notes: list[str]) -> int:

@@ -25,7 +25,8 @@ from jaxrl_llm.plan.dataflow import BatchFields
 from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.offline_stages import HeldOut, HeldOutPairs, ReferenceTables
-from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, Role
+from jaxrl_llm.plan.reference import Refresh
+from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, REFERENCE, Role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
 from jaxrl_llm.program.program import Program
 from jaxrl_llm.program.segment import Segment
@@ -162,10 +163,25 @@ class Plan:
         return any(phase.first_step == step for phase in self.phases)
 
     def enter(self, step: int, states: States) -> States:
-        """The states that `step` begins with: the KL controller of a phase starts with it."""
-        if len(self.phases) == 1 or not self.begins_program(step):
+        """The states that `step` begins with.
+
+        The KL controller of a phase starts with it, and the reference follows the policy every
+        `reference.refresh_every` steps.
+        """
+        if len(self.phases) > 1 and self.begins_program(step):
+            states = states | self.at(step).controller_state()
+        if self._refresh is None or step == 1 or (step - 1) % self.config.reference.refresh_every:
             return states
-        return states | self.at(step).controller_state()
+        policy = self.learner.params_in(states)
+        return states | {REFERENCE: self._refresh(states[REFERENCE], policy)}
+
+    @cached_property
+    def _refresh(self) -> Refresh | None:
+        """The refresh of the reference; None where it never changes."""
+        settings = self.config.reference
+        if not settings.refresh_every or REFERENCE not in self.roles:
+            return None
+        return Refresh(self.roles[REFERENCE], settings.mixup_alpha)
 
     @cached_property
     def roles(self) -> dict[str, Role]:
@@ -197,7 +213,8 @@ class Plan:
         """The states that no step changes and that a run saves once."""
         names = [name for name, role in self.roles.items() if role.optimizer is None]
         names += [] if self.tables is None else [self.tables.role]
-        return [name for name in dict.fromkeys(names) if name not in self.reloaded]
+        moving = {REFERENCE} if self._refresh is not None else set()
+        return [n for n in dict.fromkeys(names) if n not in self.reloaded and n not in moving]
 
     @property
     def bases(self) -> dict[str, Role]:

@@ -56,7 +56,7 @@ from jaxrl_llm.plan.models import (
 )
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 
-TEACHER = "teacher"
+TEACHER, REFERENCE = "teacher", "reference"
 ROLLOUT_ROLE = "rollout"  # the actor where it generates on devices of its own
 STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a time
 # With Gemma's, log-probs differ in the last bits on a CPU. The others are not written strictly.
@@ -463,8 +463,8 @@ def roles_of(
         steps = max(per_epoch * settings.ppo_epochs, 1)
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
     # The policy before training is the base of its adapters.
-    roles["reference"] = roles.get(BASE) or reference_role(
-        config, actor, mesh, role_meshes.get("reference")
+    roles[REFERENCE] = roles.get(BASE) or reference_role(
+        config, actor, mesh, role_meshes.get(REFERENCE)
     )
     return roles, sources
 
@@ -514,7 +514,7 @@ def reference_role(
         attention=config.actor.attention,
     )
     spec: ModelSpec = spec_of(source, "causal_lm", settings)
-    return _place_role("reference", spec, settings, config, role_mesh, mesh)
+    return _place_role(REFERENCE, spec, settings, config, role_mesh, mesh)
 
 
 # ------------------------------------------------------------------------- mixtures of experts

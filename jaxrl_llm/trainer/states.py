@@ -1,6 +1,6 @@
 """The first states of a run's roles, what a checkpoint has of them, and the bases of adapters."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,16 +27,17 @@ from jaxrl_llm.data.loader import Loader
 from jaxrl_llm.data.run_data import preference_data, sft_batches
 from jaxrl_llm.distributed.multihost import fetch, make_global, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.distributed.transfer import call, moved
+from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.evaluation.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.learner.offline_losses import means
 from jaxrl_llm.learner.train_state import Params, TrainState, cast
 from jaxrl_llm.models.base import ModelSpec, scalar_params_from
-from jaxrl_llm.models.frozen import dequantized, quantized_as
+from jaxrl_llm.models.frozen import quantized_as
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import plan_supervised
 from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN, ReferenceTables
 from jaxrl_llm.plan.plan import Plan
+from jaxrl_llm.plan.reference import Making, copying
 from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
 from jaxrl_llm.plan.weights import base_record, first_adapters, load_params, read_base
 from jaxrl_llm.program.stage import States
@@ -45,6 +46,7 @@ from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches, records_hel
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.training import Training
 
+STATE = "state"  # in a checkpoint: the array or list of a state that is no tree of parameters
 SEEDS = {"actor": 0, "critic": 1, "reward": 2, TEACHER: 3}  # streams of the run's seed
 # The trainings that come first are yielded; what is left is the states.
 FirstStates = Generator[Training, None, States]
@@ -87,7 +89,7 @@ def first_states(
         yield training
         params = training.take_params()
         if base:
-            params = _made(partial(_frozen, roles[base].spec), roles[base], params)
+            params = Making(partial(_frozen, roles[base].spec), roles[base])(params)
     states: States = {}
     for name in _others(plan):
         role = roles[name]
@@ -161,13 +163,13 @@ def _derive_or_load(plan: Plan, name: str, actor: Params) -> Params:
     """The parameters of a role other than the actor."""
     role = plan.roles[name]
     if name == "reference":
-        return derive_reference(role, actor)
+        return copying(role)(actor)
     of = "critic" if name == CRITIC_BASE else name
     seed = role_seed(plan.config, of)
     if of in plan.sources:
         params = load_params(role, plan.sources[of], seed)
     elif role.spec.kind == "causal_lm":
-        return derive_reference(role, actor)
+        return copying(role)(actor)
     else:
         params = _derive_scalar(role, actor, seed)
     extra = {model.name: model for model in plan.config.models}.get(name)
@@ -188,17 +190,6 @@ def _with_random_head(role: Role, params: Params, seed: int) -> Params:
     return params | {"score": call(jax.jit(draw, out_shardings=place), (), role.mesh)}
 
 
-def derive_reference(role: Role, params: Params) -> Params:
-    """The reference's parameters: a copy of the actor's, in the dtype that they are stored in."""
-    return _made(partial(_copy, role.spec), role, params)
-
-
-def _copy(spec: ModelSpec, params: Params) -> Params:
-    # Without the copy, what is not cast would be the same buffers.
-    dense = dequantized(params, spec.dtype)
-    return jax.tree.map(jnp.copy, cast(dense, spec.dtype, spec.float32_head))
-
-
 def _frozen(spec: ModelSpec, params: Params) -> Params:
     """Weights after a warm-up, as the base of adapters is stored."""
     return quantized_as(spec.params, cast(params, spec.dtype, spec.float32_head))
@@ -211,15 +202,7 @@ def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
         # Without the copy, the decoder would be the actor's own buffers.
         return jax.tree.map(jnp.copy, scalar_params_from(actor, role.spec, jax.random.key(seed)))
 
-    return _made(derive, role, actor)
-
-
-def _made(make: Callable[[Params], Params], role: Role, params: Params) -> Params:
-    """Make this role's parameters from another role's, where this role keeps its own."""
-    here = {x.sharding.mesh for x in jax.tree.leaves(params)}  # one device or mesh has them
-    if here == {role.mesh}:
-        return call(jax.jit(make, out_shardings=role.param_shardings), (params,), role.mesh)
-    return jax.tree.map(moved, jax.jit(make)(params), role.param_shardings)
+    return Making(derive, role)(actor)
 
 
 def role_seed(config: Config, role: str) -> int:
@@ -439,8 +422,8 @@ def to_items(states: States, left_out: list[str]) -> dict[str, Any]:
         if isinstance(state, TrainState):
             items[name] = state.params
             items[name + OPTIMIZER] = {"opt_state": state.opt_state, "step": state.step}
-        else:
-            items[name] = {"state": state}
+        else:  # bare parameters, of a reference that follows the policy; or no dict
+            items[name] = state if isinstance(state, dict) else {STATE: state}
     return items
 
 
@@ -451,7 +434,10 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
         if name.endswith(OPTIMIZER):
             continue
         optimizer = items.get(name + OPTIMIZER)
-        states[name] = item["state"] if optimizer is None else TrainState(params=item, **optimizer)
+        if optimizer is not None:
+            states[name] = TrainState(params=item, **optimizer)
+        else:
+            states[name] = item[STATE] if item.keys() == {STATE} else item
     return states
 
 

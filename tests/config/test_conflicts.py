@@ -61,6 +61,7 @@ VALUES = {
     "node_groups": ("{train: {}}",),
     "partial_rollouts": ("2",),
     "placement": ("auto", "{critic: 1}"),
+    "reference.refresh_every": ("2",),
     "reward.functions": ("[]",),
     "reward.process_rewards": ("true",),
     "reward.failure_value": ("-1",),

@@ -116,6 +116,15 @@ def test_losses_of_grpo(words, algorithm):
     assert {name: getattr(found, name) for name in algorithm} == algorithm
 
 
+def test_a_reference_that_follows():
+    words = GRPO + "--sync_ref_model true --ref_model_sync_steps 8 --num_iterations 4"
+    assert converted(words).config.reference == c.ReferenceConfig(refresh_every=2, mixup_alpha=0.6)
+    once = converted(words.replace("8", "9") + " --ref_model_mixup_alpha 1")
+    assert once.config.reference == c.ReferenceConfig(refresh_every=2)
+    assert any("ref_model_sync_steps=9 became 8" in note for note in once.notes)
+    assert converted(GRPO + "--ref_model_sync_steps 8").config.reference == c.ReferenceConfig()
+
+
 def test_a_float32_head():
     assert converted(GRPO + "--cast_lm_head_to_fp32 true").config.actor.head_dtype == "float32"
     assert converted(GRPO).config.actor.head_dtype == ""

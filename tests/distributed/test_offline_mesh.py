@@ -24,8 +24,8 @@ from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.models.lora import split
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline import plan_offline
+from jaxrl_llm.plan.reference import copying
 from jaxrl_llm.tokenizer import load_tokenizer
-from jaxrl_llm.trainer.states import derive_reference
 
 pytestmark = pytest.mark.ci
 
@@ -67,7 +67,7 @@ def step(
         states[role.base], params = split(params)
     elif "reference" in plan.roles:
         moved = jax.tree.map(lambda x: x * jnp.float32(1.2), params)
-        states["reference"] = derive_reference(plan.roles["reference"], moved)
+        states["reference"] = copying(plan.roles["reference"])(moved)
     states[role.name] = role.state(params)
     held_out = jax.jit(plan.held_out)
     placed = make_global(batch, batch_sharding(devices))

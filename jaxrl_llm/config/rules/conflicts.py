@@ -99,6 +99,7 @@ NO_PIPELINE = Setting("mesh.pipeline", lambda c: c.mesh.pipeline == 1)
 NO_FUNCTIONS = Setting("reward.functions", lambda c: not (c.reward.functions or is_offline(c)))
 NO_ROUTER_LOSS = Setting("actor.router_aux_loss_coef", lambda c: not c.actor.router_aux_loss_coef)
 EXACT = Setting("exact", lambda c: c.exact != "off")
+ADAPTED = Setting("actor.lora", lambda c: c.actor.lora.enabled)
 STRICT = Setting("exact", lambda c: c.exact == "strict")
 OTHER_BITS = ("rollout.quantization", "partial_rollouts", *(f"mesh.{axis}" for axis in AXES))
 
@@ -172,6 +173,9 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("rollout.mask_truncated", OFFLINE, "an offline run generates no responses"),
     ("teacher", OFFLINE, "an offline run does not read it"),
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
+    # The reference.
+    ("reference.refresh_every", "precompute_reference", "its log-probs would change"),
+    ("reference.refresh_every", ADAPTED, "the reference is the frozen base of the adapters"),
     # Models that learn.
     ("actor.micro_batch_tokens", "actor.micro_batch_size", _SIZES),
     ("critic.micro_batch_tokens", _online("critic.micro_batch_size"), _SIZES),

@@ -149,15 +149,14 @@ def decode_steps(
         entries=own.shape[3],
         num_pages=own.shape[0],
         per_slot=turns.pages_BT.shape[1],
-        held_back=0,  # the host gave each slot its pages
-        watermark=0,
+        scarce=False,  # the host gave each slot its pages
     )
     zero = jnp.int32(0)
     sampling = settings.sampling
     kept = sampling.num_kept(spec.config.vocab_size) if settings.record_kept else 0
     state = State(
         cache=cache,
-        table=PageTable(turns.pages_BT, jnp.zeros((1,), jnp.int32), zero),
+        table=PageTable(turns.pages_BT, jnp.zeros((1,), jnp.int32)),
         slots=Slots(
             row_B=jnp.arange(slots),
             prompt_row_B=turns.prompt_row_B,

@@ -57,6 +57,14 @@ COMMANDS = {
         | _NO_FILTERS
         | {"rollout.temperature": "the check compares log-probs at temperature 1"},
     ),
+    "sessions": Command(
+        workloads=("rl_mix", "append", "clients"),
+        default=("rl_mix", "append", "clients"),
+        batch="ROWS, e.g. 64",
+        refused=_NO_SIZES
+        | _NO_FILTERS
+        | {"rollout.temperature": "the check compares log-probs at temperature 1"},
+    ),
     "training": Command(
         workloads=("update", "logprob", "reference", "values", "mix", "lengths"),
         default=("update", "logprob"),
@@ -101,6 +109,8 @@ BATCHES: dict[str, dict[str, tuple[Batch, ...]]] = {
         "": ((1, 0), (64, 0), (256, 0), (1024, 0)),
     },
     "prefill": {"tiny": ((3, 0),), "": ((256, 0),)},
+    "append": {"tiny": ((2, 0),), "": ((1, 0), (256, 0))},
+    "clients": {"tiny": ((3, 0),), "": ((1, 0), (64, 0), (256, 0))},
     "update": _TRAINING,
     "logprob": _TRAINING,
     "reference": _TRAINING,

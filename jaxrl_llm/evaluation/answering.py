@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jaxrl_llm.evaluation.answer_settings import (
     StreamSettings,
     read_settings,
 )
+from jaxrl_llm.evaluation.serving import serving_engine
 from jaxrl_llm.generation.completions import TextStream, completions_of
 from jaxrl_llm.generation.engine import advance, begin, generate
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -29,8 +30,12 @@ from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.references import shown
+from jaxrl_llm.server.settings import ServerKeys, ServerSettings
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import Completion, Prompt
+
+if TYPE_CHECKING:  # it needs the packages of the extra `serve`
+    from jaxrl_llm.server.listening import Server
 
 FEWEST_TOKENS = 16  # shortest row of prompts; rows have powers of two, so programs are few
 STREAMED = 4  # tokens of a streamed piece of an answer
@@ -60,6 +65,7 @@ class OpenModel:
     spec: ModelSpec
     params: Params
     tokenizer: Tokenizer
+    name: str = "model"  # path that it was opened from
     programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # compiled, by their sizes
 
     def generate(
@@ -106,6 +112,35 @@ class OpenModel:
         check_lengths(self, [read], [THE_PROMPT])
         yield from _stream(self, read, sampling_params(self, how), how.seed)
 
+    def serve(self, **settings: Unpack[ServerKeys]) -> "Server":
+        """Serve the model over HTTP with OpenAI's API, in threads, until `close` of the result.
+
+        The result has the `url`, and may be used in a `with`. Requests that give a seed get the
+        samples of `generate` with that seed.
+
+        Args:
+            host: address to listen on; default 127.0.0.1, which only this machine reaches.
+            port: default 8000; 0 takes a free one.
+            api_key: key that requests must have; default none.
+            seed: seed of requests that give none; default 0.
+            slots: answers generated at once; default 256 on a GPU, 8 on a CPU.
+            context: most tokens of a prompt and its answer; default as many as fit.
+            queue, answer_s, body_mb: limits of unfinished answers, seconds and megabytes.
+
+        Raises: ConfigError for a setting out of bounds, OSError for a port in use.
+        """
+        from jaxrl_llm.server.listening import Server
+
+        how = read_settings(ServerSettings, settings, "serve")
+        engine = serving_engine(
+            self.spec,
+            self.params,
+            self.tokenizer.stop_ids,
+            context=how.context,
+            slots=how.slots,
+        )
+        return Server(engine, self.tokenizer, self.name, engine.settings.max_context, how)
+
 
 def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
     """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
@@ -119,6 +154,7 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
         spec=role.spec,
         params=load_params(role, source, seed=0),
         tokenizer=tokenizer,
+        name=model.path,
     )
 
 

@@ -4,11 +4,14 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from jaxrl_llm.launch.pipes import outlive_readers
 from jaxrl_llm.launch.runtime import devices_are_used, join_processes, start
 from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
+from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.whole_files import write_whole
 
 
@@ -97,6 +101,23 @@ def chat(argv: list[str]) -> int:
 
     sampling_params(model, settings)  # refuse stop strings before the first line
     chat(model, typed_lines(), sys.stdout, settings, system=flags.system or "")
+    return 0
+
+
+def serve(argv: list[str]) -> int:
+    """Serve a model until Ctrl-C or SIGTERM."""
+    flags = flags_of.SERVE.read(argv)
+    names = ("port", "host", "slots", "context", "seed", "queue", "answer_s", "body_mb")
+    values = {name: getattr(flags, name) for name in names}
+    key = flags.api_key or os.environ.get("JAXRL_API_KEY", "")
+    settings = read_settings(ServerSettings, values | {"api_key": key}, "--")
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise ConfigError("a server needs starlette and uvicorn: pip install 'jaxrl_llm[serve]'")
+    model = replace(library.open_model(flags.model, dtype=flags.dtype), name=flags.model)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with model.serve(**vars(settings)) as server, suppress(KeyboardInterrupt):
+        print(f"{flags.model} at {server.url}  (Ctrl-C ends it)", flush=True)
+        server.wait()
     return 0
 
 
@@ -314,6 +335,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": plan,
     "generate": generate,
     "chat": chat,
+    "serve": serve,
     "evaluate": evaluate,
     "export": export,
     "prepare": prepare,

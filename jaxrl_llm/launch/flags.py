@@ -123,6 +123,28 @@ _add_model(CHAT)
 CHAT.flag("--system=TEXT", "a system message before the conversation")
 _add_sampling(CHAT, temperature=0.7, max_new_tokens=512)
 
+SERVE = Parser(
+    """Serve a model with OpenAI's API: jaxrl serve --model=PATH [--port=8000]
+
+    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Needs the
+    packages of the extra: pip install 'jaxrl_llm[serve]'. docs/serve.md lists the parameters."""
+)
+_add_model(SERVE)
+SERVE.flag("--port=8000", "0 takes a free one")
+SERVE.flag(
+    "--host=ADDRESS",
+    "address to listen on: 127.0.0.1 without it; 0.0.0.0 opens the server to the network",
+    default="127.0.0.1",
+)
+SERVE.flag("--api_key=KEY", "key that requests must have; $JAXRL_API_KEY without it")
+SERVE.flag("--dtype=float32", "type of computation: float32 | bfloat16", choices=DTYPES[:2])
+SERVE.flag("--slots=N", "answers generated at once; 256 on a GPU and 8 on a CPU without it")
+SERVE.flag("--context=N", "most tokens of a prompt and its answer; as many as fit without it")
+SERVE.flag("--seed=0", "seed of requests that give none")
+SERVE.flag("--queue=1024", "most unfinished answers; further requests get 429")
+SERVE.flag("--answer_s=600.0", "longest time of a request, in seconds")
+SERVE.flag("--body_mb=16.0", "largest body of a request, in megabytes")
+
 EVALUATE = Parser(
     """Held-out accuracy of a model: jaxrl evaluate --model=PATH --config=ppo
 
@@ -302,6 +324,7 @@ PARSERS: dict[str, Parser] = {
     "plan": PLAN,
     "generate": GENERATE,
     "chat": CHAT,
+    "serve": SERVE,
     "evaluate": EVALUATE,
     "export": EXPORT,
     "prepare": PREPARE,

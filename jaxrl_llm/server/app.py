@@ -31,6 +31,7 @@ from jaxrl_llm.server.protocol import (
     read_chat,
     read_completion,
 )
+from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.server.worker import Worker
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -40,36 +41,16 @@ GONE = 499  # status in the metrics of a request whose client left
 RETRIED = "x-stainless-retry-count"  # header of OpenAI's clients
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a server."""
-
-    body_bytes: int = 16 << 20  # most bytes of a request
-    answer_s: float = 600.0  # longest time of a request
-    choices: int = 1024  # most unfinished choices of all requests
-
-
-USUAL = Limits()
-
-
 class Application:
     """The endpoints for one model."""
 
     def __init__(
-        self,
-        engine: Any,
-        tokenizer: Tokenizer,
-        *,
-        name: str,
-        context: int,
-        api_key: str = "",
-        seed: int = 0,
-        limits: Limits = USUAL,
+        self, engine: Any, tokenizer: Tokenizer, name: str, context: int, settings: ServerSettings
     ) -> None:
         self._tokenizer, self._name, self._context = tokenizer, name, context
-        self._key, self._limits = api_key, limits
+        self._settings = settings
         self._worker = Worker(engine)
-        self._jobs = Jobs(self._worker, tokenizer, seed=seed, most=limits.choices)
+        self._jobs = Jobs(self._worker, tokenizer, seed=settings.seed, most=settings.queue)
         self._texts = TokenTexts(tokenizer)
         self._metrics = Metrics(self._worker)
         self._started = int(time.time())
@@ -119,13 +100,16 @@ class Application:
 
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+        key = self._settings.api_key
+        if key and not hmac.compare_digest(given.encode(), key.encode()):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     # --------------------------------------------------------------------- answers
 
     async def _answer(self, read: Callable[..., Asked], request: Request) -> Response:
-        began, raw = time.monotonic(), await self._body(request)
+        began = time.monotonic()
+        until = began + self._settings.answer_s
+        raw = await self._body(request)
         if self._worker.failure is not None:
             raise ApiError(503, f"the engine failed: {self._worker.failure}", kind="server_error")
         asked = read(raw, self._tokenizer, name=self._name, context=self._context)
@@ -137,11 +121,11 @@ class Application:
         parser = ToolCallParser(self._tokenizer, asked.tools) if asked.tools else None
         answer = _Answer(job, writer, parser)
         leave = partial(self._leave, job, name, began)
-        stream = _EventStream(answer, began + self._limits.answer_s, leave)
+        stream = _EventStream(answer, until, leave)
         response: Response | None = None
         try:
             wait = job.wait_for_first() if asked.stream else job.wait()
-            await _in_time(request.receive, wait, began + self._limits.answer_s)
+            await _in_time(request.receive, wait, until)
             job.check()
             if asked.stream:
                 self._metrics.first_token.observe(time.monotonic() - began)
@@ -168,11 +152,11 @@ class Application:
         """
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise ApiError(400, "the content-type must be application/json")
-        body = bytearray()
+        body, most = bytearray(), self._settings.body_mb * 1e6
         async for chunk in request.stream():
             body += chunk
-            if len(body) > self._limits.body_bytes:
-                raise ApiError(413, f"the body has more than {self._limits.body_bytes} bytes")
+            if len(body) > most:
+                raise ApiError(413, f"the body has more than {most:.0f} bytes")
         return bytes(body)
 
     # --------------------------------------------------------------------- the other routes

@@ -7,7 +7,8 @@ from typing import Any
 
 import uvicorn
 
-from jaxrl_llm.server.app import USUAL, Application, Limits
+from jaxrl_llm.server.app import Application
+from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.tokenizer import Tokenizer
 
 BACKLOG = 2048  # connections that may wait to be accepted
@@ -15,35 +16,18 @@ LAST_S = 5  # how long open answers may go on when the server ends
 
 
 class Server:
-    """Serves one model at `url`, until `close`."""
+    """Serves one model at `url`, until `close`. `context` is the longest sequence of `engine`."""
 
     def __init__(
-        self,
-        engine: Any,
-        tokenizer: Tokenizer,
-        *,
-        name: str,
-        context: int,
-        host: str = "127.0.0.1",
-        port: int = 8000,
-        api_key: str = "",
-        seed: int = 0,
-        limits: Limits = USUAL,
+        self, engine: Any, tokenizer: Tokenizer, name: str, context: int, settings: ServerSettings
     ) -> None:
-        """Begin to listen. `port` 0 takes a free one. OSError where the port is in use."""
+        """Begin to listen. OSError where the port is in use."""
+        host = settings.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._socket = socket.create_server((host, settings.port), family=family, backlog=BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
-        application = Application(
-            engine,
-            tokenizer,
-            name=name,
-            context=context,
-            api_key=api_key,
-            seed=seed,
-            limits=limits,
-        )
+        application = Application(engine, tokenizer, name, context, settings)
         config = uvicorn.Config(
             application.starlette(any_host=not _is_loopback(host)),
             log_level="warning",

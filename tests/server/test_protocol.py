@@ -16,8 +16,8 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from turn_templates import TOOLS
 
-from jaxrl_llm.server.app import Limits
 from jaxrl_llm.server.listening import Server
+from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 
 END = 3  # <|im_end|>
@@ -104,7 +104,8 @@ def serving(
     engine = ScriptedEngine(function)
     if not held:
         engine.go.set()
-    with Server(engine, tokenizer, name="m", context=2000, port=0, **options) as server:
+    settings = ServerSettings(port=0, **options)
+    with Server(engine, tokenizer, "m", 2000, settings) as server:
         client = openai.OpenAI(base_url=server.url, api_key="key")
         yield SimpleNamespace(engine=engine, client=client, server=server)
         engine.go.set()
@@ -248,7 +249,7 @@ def raw(server: Server, body: bytes, headers: dict[str, str], path: str = "/v1/c
 def test_bodies_that_are_refused(tokenizer):
     json_type = {"Content-Type": "application/json"}
     body = b'{"model": "m", "prompt": "a"}'
-    with serving(tokenizer, limits=Limits(body_bytes=100)) as here:
+    with serving(tokenizer, body_mb=1e-4) as here:
         assert raw(here.server, body, json_type)[0] == 200
         for bad in (b"{", b"[]", b"\xff", b'{"prompt": NaN}', b""):
             status, answer = raw(here.server, bad, json_type)
@@ -370,7 +371,7 @@ def test_many_at_once(tokenizer):
 
 def test_too_many_are_refused_and_come_again(tokenizer):
     with (
-        serving(tokenizer, held=True, limits=Limits(choices=2)) as here,
+        serving(tokenizer, held=True, queue=2) as here,
         ThreadPoolExecutor(1) as threads,
     ):
         first = threads.submit(chat, here.client, n=2)
@@ -444,7 +445,7 @@ def test_an_equal_request_joins_the_first_while_it_runs(tokenizer):
 
 
 def test_a_request_has_a_time_limit(tokenizer):
-    with serving(tokenizer, held=True, limits=Limits(answer_s=0.3)) as here:
+    with serving(tokenizer, held=True, answer_s=0.3) as here:
         began = time.monotonic()
         with pytest.raises(openai.InternalServerError, match="took too long"):
             chat(here.client)

@@ -1,0 +1,155 @@
+"""A tiny model, served: answers are the ones that `generate` gives."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+from chat_tokenizer import write_chat_tokenizer
+from tiny_models import tiny_config, write_directory
+
+import jaxrl_llm as rl
+from jaxrl_llm.server.listening import Server
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    directory = write_directory(tmp_path_factory.mktemp("m") / "chat", tiny_config(vocab_size=104))
+    write_chat_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> rl.OpenModel:
+    return rl.open_model(folder)
+
+
+@pytest.fixture(scope="module")
+def server(model) -> Iterator[Server]:
+    with model.serve(port=0, slots=3) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none")
+
+
+def test_greedy_answers_are_the_ones_of_generate(model, client):
+    name = model.name
+    (answer,) = model.generate([HELLO], temperature=0.0, max_new_tokens=20)
+    completion = answer.completions[0]
+    reply = client.chat.completions.create(
+        model=name,
+        messages=HELLO,
+        temperature=0.0,
+        max_tokens=20,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    (choice,) = reply.choices
+    assert choice.message.content == completion.text
+    assert choice.token_ids == list(completion.tokens)
+    assert reply.prompt_token_ids == list(answer.prompt.token_ids)
+    logprobs = [entry.logprob for entry in choice.logprobs.content]
+    assert logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+    assert choice.finish_reason == ("stop" if completion.finished else "length")
+
+
+def test_a_seed_gives_the_samples_of_generate_whatever_else_runs(model, client):
+    create = client.completions.create
+    prompts = [f"text {i}" for i in range(6)]
+    settings = {"seed": 11, "temperature": 0.7, "top_p": 0.9, "n": 2}
+
+    def ask(prompt: str, **seed: int) -> list[str]:
+        reply = create(model=model.name, prompt=prompt, max_tokens=12, **settings | seed)
+        return [choice.text for choice in reply.choices]
+
+    with ThreadPoolExecutor(12) as threads:
+        others = threads.map(lambda prompt: ask(prompt, seed=12), prompts)
+        found = [*threads.map(ask, prompts)]
+        assert len({*map(tuple, others)} | {*map(tuple, found)}) == 12
+    expected = [
+        [completion.text for completion in answer.completions]
+        for prompt in prompts
+        for answer in model.generate(prompt, chat=False, max_new_tokens=12, **settings)
+    ]
+    assert found == expected
+    assert ask(prompts[0]) == expected[0]
+
+
+def test_without_a_seed_equal_requests_differ(model, client):
+    create = client.completions.create
+    texts = {create(model=model.name, prompt="a", max_tokens=20).choices[0].text for _ in range(4)}
+    assert len(texts) == 4
+
+
+def test_many_streams_at_once_with_a_stop_string(model, server):
+    """64 streams in three slots; each is the beginning of what `generate` gives."""
+    texts = [f"prompt {i}" for i in range(64)]
+
+    async def ask(client: openai.AsyncOpenAI, text: str) -> tuple[str, str]:
+        stream = await client.completions.create(
+            model=model.name, prompt=text, max_tokens=16, seed=1, stop=["e", "zz"], stream=True
+        )
+        chunks = [chunk.choices[0] async for chunk in stream]
+        return "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+
+    async def ask_all() -> list[tuple[str, str]]:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as client:
+            return await asyncio.gather(*(ask(client, text) for text in texts))
+
+    whole = [model.generate(t, chat=False, max_new_tokens=16, seed=1)[0].text for t in texts]
+    for text, (found, reason) in zip(whole, asyncio.run(ask_all()), strict=True):
+        assert found == text.partition("e")[0].partition("zz")[0]
+        assert reason == ("stop" if found != text else reason)
+
+
+def test_a_client_that_leaves_frees_its_slot(model, client):
+    """The slots serve others afterwards."""
+    for _ in range(6):
+        stream = client.completions.create(model=model.name, prompt="a", max_tokens=60, stream=True)
+        next(iter(stream))
+        stream.close()
+    reply = client.completions.create(model=model.name, prompt="a", temperature=0, max_tokens=5)
+    expected = model.generate("a", chat=False, temperature=0.0, max_new_tokens=5)
+    assert reply.choices[0].text == expected[0].text
+
+
+def test_a_prompt_that_fills_the_context(model, client):
+    positions = model.spec.config.max_position_embeddings
+    with pytest.raises(openai.BadRequestError, match=f"the context {positions}"):
+        client.completions.create(model=model.name, prompt="a" * positions)
+    reply = client.completions.create(model=model.name, prompt="a" * (positions - 2), max_tokens=9)
+    assert reply.usage.completion_tokens <= 2
+
+
+def test_settings_are_checked(model):
+    with pytest.raises(rl.ConfigError, match="serve.port=70000"):
+        model.serve(port=70000)
+    with pytest.raises(rl.ConfigError, match="the model has 64 positions"):
+        model.serve(context=65)
+    with model.serve(port=0) as server, pytest.raises(OSError, match="in use"):
+        model.serve(port=server.port)
+
+
+def test_the_command(folder, model):
+    """SIGTERM ends it, as a cluster does; the model has the name that the flag gives."""
+    command = [sys.executable, "-m", "jaxrl_llm", "serve", f"--model={folder}", "--port=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    name, url = process.stdout.readline().split()[:3:2]
+    client = openai.OpenAI(base_url=url, api_key="none")
+    assert client.models.list().data[0].id == name == str(folder)
+    reply = client.completions.create(model=name, prompt="ab", temperature=0, max_tokens=4)
+    (answer,) = model.generate("ab", chat=False, temperature=0.0, max_new_tokens=4)
+    assert reply.choices[0].text == answer.text
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0

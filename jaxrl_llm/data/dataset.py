@@ -29,7 +29,7 @@ from jaxrl_llm.data.formats import (
     detect_format,
     examples_of,
     kept_positions,
-    pair_of,
+    pairs_of,
     prompt_of,
     rated_of,
     unpaired_of,
@@ -63,6 +63,7 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
 
 T = TypeVar("T")
+Judge = Callable[[Mapping[str, Any], str, Sequence[TokenExample]], list[T]]
 log = logging.getLogger(__name__)
 DETECTION_ROWS = 100  # first rows of a source that vote for its format
 SHOWN_REASONS = 5
@@ -141,7 +142,7 @@ def load_prompts(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Loa
         ValueError: too many rows are bad, no row is left, a format is unknown, a prompt is
             overlong under truncation="error", or a source does not exist.
     """
-    convert = partial(_in_a_list, partial(prompt_of, tokenizer=tokenizer))
+    convert = partial(_prompts_of, tokenizer=tokenizer)
     return _load(sources, "prompts", convert, _fit_prompt, rules)
 
 
@@ -150,7 +151,8 @@ def load_examples(sources: Sources, tokenizer: Tokenizer, rules: RowRules) -> Lo
 
     Raises ValueError as `load_prompts` does.
     """
-    return _load(sources, "examples", _trained(examples_of, tokenizer, rules), _fit_example, rules)
+    convert = partial(examples_of, tokenizer=tokenizer, keep_thinking=rules.keep_thinking)
+    return _load(sources, "examples", convert, _fit_example, rules)
 
 
 def load_preferences(
@@ -160,8 +162,7 @@ def load_preferences(
 
     Raises ValueError as `load_prompts` does.
     """
-    convert = partial(_in_a_list, _trained(pair_of, tokenizer, rules))
-    return _load(sources, "preferences", convert, _fit_pair, rules)
+    return _load(sources, "preferences", _judged(pairs_of, tokenizer, rules), _fit_pair, rules)
 
 
 def load_unpaired(
@@ -171,22 +172,28 @@ def load_unpaired(
 
     Raises ValueError as `load_prompts` does.
     """
-    return _load(sources, "unpaired", _trained(unpaired_of, tokenizer, rules), _fit_labelled, rules)
+    return _load(sources, "unpaired", _judged(unpaired_of, tokenizer, rules), _fit_labelled, rules)
 
 
 def load_ratings(
     sources: Sources, tokenizer: Tokenizer, rules: RowRules
 ) -> Loaded[LabelledExample]:
     """Completions with a rating each. Raises ValueError as `load_prompts` does."""
-    return _load(sources, "ratings", _trained(rated_of, tokenizer, rules), _fit_labelled, rules)
+    return _load(sources, "ratings", _judged(rated_of, tokenizer, rules), _fit_labelled, rules)
 
 
-def _trained(convert: Callable[..., T], tokenizer: Tokenizer, rules: RowRules) -> Callable[..., T]:
-    return partial(convert, tokenizer=tokenizer, keep_thinking=rules.keep_thinking)
+# Loaders pickle what follows, so it is made of functions of this file.
+def _prompts_of(*row: Any, **named: Any) -> list[Prompt]:
+    return [prompt_of(*row, **named)]
 
 
-def _in_a_list(convert: Callable[..., T], *row: Any, **named: Any) -> list[T]:
-    return [convert(*row, **named)]
+def _judged(judge: Judge[T], tokenizer: Tokenizer, rules: RowRules) -> Callable[..., list[T]]:
+    keep_thinking = rules.keep_thinking
+    return partial(_judge, judge, tokenizer=tokenizer, keep_thinking=keep_thinking)
+
+
+def _judge(judge: Judge[T], row: Mapping[str, Any], kind: str, **named: Any) -> list[T]:
+    return judge(row, kind, examples_of(row, kind, **named))
 
 
 def _load(

@@ -177,10 +177,11 @@ def examples_of(
     index: int,
     keep_thinking: bool = False,
 ) -> list[TokenExample]:
-    """Rows for supervised training. The loss is on the completion and its end token.
+    """Rows of tokens for training. The loss is on the completion and its end token.
 
     For `messages` it is on the assistant's turns, and a template that rewrites earlier turns gives
-    several rows. For `text` it is on all but the first token.
+    several rows. For `text` it is on all but the first token. A pair gives its two answers, and a
+    stepwise row its steps.
     """
     return [
         _example(pieces, _data_source(row, data_source), index)
@@ -188,38 +189,21 @@ def examples_of(
     ]
 
 
-def pair_of(
-    row: Mapping[str, Any],
-    kind: str,
-    tokenizer: Tokenizer,
-    *,
-    data_source: str,
-    index: int,
-    keep_thinking: bool = False,
-) -> PreferencePair:
-    """A preference pair. The loss masks cover the answers.
+def pairs_of(
+    row: Mapping[str, Any], kind: str, examples: Sequence[TokenExample]
+) -> list[PreferencePair]:
+    """The preference pair of a row, from its `examples_of`.
 
     The rejected answer may be empty: a model that ends at once gives such an answer.
     """
-    chosen, rejected = (
-        _example(pieces, _data_source(row, data_source), index)
-        for pieces in learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
-    )
-    return PreferencePair(chosen=chosen, rejected=rejected, margin=_margin(row))
+    chosen, rejected = examples
+    return [PreferencePair(chosen=chosen, rejected=rejected, margin=_margin(row))]
 
 
 def unpaired_of(
-    row: Mapping[str, Any],
-    kind: str,
-    tokenizer: Tokenizer,
-    *,
-    data_source: str,
-    index: int,
-    keep_thinking: bool = False,
+    row: Mapping[str, Any], kind: str, examples: Sequence[TokenExample]
 ) -> list[LabelledExample]:
     """Completions labelled 1 or 0: two for a pair, one for each step of a stepwise row."""
-    name = _data_source(row, data_source)
-    rows = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
     if kind == "stepwise":
         labels = [_label(label, f"labels[{i}]") for i, label in enumerate(row["labels"])]
     elif kind == "unpaired_preference":
@@ -227,28 +211,19 @@ def unpaired_of(
     else:
         labels = [1.0, 0.0]
     return [
-        LabelledExample(completion=_example(pieces, name, index), label=label)
-        for pieces, label in zip(rows, labels, strict=True)
+        LabelledExample(completion=completion, label=label)
+        for completion, label in zip(examples, labels, strict=True)
     ]
 
 
 def rated_of(
-    row: Mapping[str, Any],
-    kind: str,
-    tokenizer: Tokenizer,
-    *,
-    data_source: str,
-    index: int,
-    keep_thinking: bool = False,
+    row: Mapping[str, Any], kind: str, examples: Sequence[TokenExample]
 ) -> list[LabelledExample]:
     """Completions with their rating. The steps of a stepwise row are rated 1 or 0."""
-    named: dict[str, Any] = {"data_source": data_source, "index": index}
     if kind == "stepwise":
-        return unpaired_of(row, kind, tokenizer, **named)
-    (pieces,) = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
-    rating = _number(row["rating"], "rating")
-    completion = _example(pieces, _data_source(row, data_source), index)
-    return [LabelledExample(completion=completion, label=rating)]
+        return unpaired_of(row, kind, examples)
+    (completion,) = examples
+    return [LabelledExample(completion=completion, label=_number(row["rating"], "rating"))]
 
 
 def learned_pieces(

@@ -14,7 +14,7 @@ from jaxrl_llm.data.dataset import (
     load_preferences,
     load_prompts,
 )
-from jaxrl_llm.data.formats import Overlong, detect_format, kept_positions, pair_of, prompt_of
+from jaxrl_llm.data.formats import Overlong, detect_format, examples_of, kept_positions, prompt_of
 from jaxrl_llm.data.tasks import WRONG_ANSWERS
 from jaxrl_llm.tokenizer import CharTokenizer, load_tokenizer
 
@@ -529,10 +529,10 @@ def test_a_class_without_a_split_serves_training_alone(tmp_path):
 def test_a_rejected_answer_may_be_empty():
     """A policy that ends at once gives that answer, and a reward model has to know it."""
     row = {"prompt": "2+2=", "chosen": "4", "rejected": ""}
-    pair = pair_of(row, "preference", CHAR, data_source="x", index=0)
-    assert pair.rejected.token_ids == (*CHAR.encode("2+2="), CHAR.eos_id)
+    _, rejected = examples_of(row, "preference", CHAR, data_source="x", index=0)
+    assert rejected.token_ids == (*CHAR.encode("2+2="), CHAR.eos_id)
     with pytest.raises(ValueError, match="'chosen' is empty"):
-        pair_of(row | {"chosen": ""}, "preference", CHAR, data_source="x", index=0)
+        examples_of(row | {"chosen": ""}, "preference", CHAR, data_source="x", index=0)
 
 
 def test_tasks_give_pairs_where_preferences_are_asked_for():

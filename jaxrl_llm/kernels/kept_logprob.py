@@ -9,26 +9,22 @@ Shape letters: N tokens (possibly several axes), D model width, V vocabulary, K 
 G chunks, C tokens of a chunk.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.linear_logprob import (
-    DEFAULT_CHUNK_LOGITS,
-    _chunk_by_chunk,
-    _join,
-    _larger,
-    _most_together,
-    _num_chunks,
-    _split,
-    _uncapped,
+from jaxrl_llm.kernels.head_chunks import (
+    are_whole_chunks,
+    chunk_by_chunk,
+    head_gradients,
     head_logits,
-    head_matmul,
-    strict_logits,
+    in_chunks,
+    over_whole_chunks,
+    uncapped,
 )
+from jaxrl_llm.kernels.linear_logprob import strict_logits
 from jaxrl_llm.kernels.partial_softmax import soft_cap
 from jaxrl_llm.kernels.strict import Strict
 
@@ -63,55 +59,19 @@ def kept_logprob(
     Guarantees: gradients flow through log-probs and entropy. A target that is not kept has log-prob
         0 and no gradient, and so have tokens of chunks that are not computed.
     """
-    if chunk is None:
-        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
     assert strict is None or softcap is None, "config rules refuse both"
-    whole = targets_N.ndim == 1 and targets_N.size > 0
-    if strict is not None and (not whole or targets_N.size % strict.rows):
-        return _joined_strictly(
-            hidden_ND, weight_VD, targets_N, ids_NK, lengths, temperature, strict
-        )
-    tokens = targets_N.shape[-1]
-    rows = targets_N.size // max(tokens, 1)
-    num_chunks = _num_chunks(tokens, max(1, chunk // max(rows, 1)))
-    if strict is not None:
-        num_chunks = targets_N.size // strict.rows
-    axis, dealt = targets_N.ndim - 1, lengths is None
-    hidden_GCD, targets_GC, ids_GCK = (
-        _split(x, axis, num_chunks, dealt) for x in (hidden_ND, targets_N, ids_NK)
-    )
-    stop = None
-    if lengths is not None:
-        stop = -(-jnp.max(lengths).astype(jnp.int32) // targets_GC.shape[-1])
+    tokens = {"vocab": weight_VD.shape[0], "lengths": lengths, "strict": strict}
+    if strict is not None and not are_whole_chunks(targets_N, strict):
+
+        def run(targets: Array, hidden: Array, ids: Array, lengths: Array | None) -> KeptStatistics:
+            how: Any = {"temperature": temperature, "strict": strict}
+            return kept_logprob(hidden, weight_VD, targets, ids, lengths=lengths, **how)
+
+        return over_whole_chunks(run, targets_N, hidden_ND, ids_NK, **tokens)
+    arrays, stop, join = in_chunks(targets_N, hidden_ND, ids_NK, chunk=chunk, **tokens)
+    targets_GC, hidden_GCD, ids_GCK = arrays
     how = (temperature, softcap, strict is not None)
-    found = _scan(hidden_GCD, weight_VD, targets_GC, ids_GCK, stop, *how)
-    return KeptStatistics(*(_join(x, tokens, dealt) for x in found))
-
-
-def _joined_strictly(
-    hidden_ND: Array,
-    weight_VD: Array,
-    targets_N: Array,
-    ids_NK: Array,
-    lengths: Array | None,
-    temperature: float,
-    strict: Strict,
-) -> KeptStatistics:
-    """`kept_logprob` of one axis of whole chunks. Only a single row keeps its length."""
-    chunks = max(1, -(-targets_N.size // strict.rows))
-    groups = max(1, -(-chunks // _most_together(strict.rows, weight_VD.shape[0])))
-    chunks = groups * -(-chunks // groups)  # so that the backward pass can join them
-    added = chunks * strict.rows - targets_N.size
-    found = kept_logprob(
-        jnp.pad(hidden_ND.reshape(-1, hidden_ND.shape[-1]), ((0, added), (0, 0))),
-        weight_VD,
-        jnp.pad(targets_N.reshape(-1), (0, added)),
-        jnp.pad(ids_NK.reshape(-1, ids_NK.shape[-1]), ((0, added), (0, 0)), constant_values=-1),
-        lengths=lengths.reshape(()) if lengths is not None and lengths.size == 1 else None,
-        temperature=temperature,
-        strict=strict,
-    )
-    return KeptStatistics(*(x[: targets_N.size].reshape(targets_N.shape) for x in found))
+    return KeptStatistics(*map(join, _scan(hidden_GCD, weight_VD, targets_GC, ids_GCK, stop, *how)))
 
 
 def strict_kept_logprob(
@@ -181,7 +141,7 @@ def _forward(
         entropy_C = -jnp.sum(probs_CK * logs_CK, axis=-1)
         return carry, (logprobs_C, entropy_C, jnp.square(probs_CK).sum(axis=-1), z_CK)
 
-    return _chunk_by_chunk(body, None, (hidden_GCD, targets_GC, ids_GCK), stop)[1]
+    return chunk_by_chunk(body, None, (hidden_GCD, targets_GC, ids_GCK), stop)[1]
 
 
 def _primal(
@@ -225,18 +185,10 @@ def _scan_bwd(
     d logprob / dz = onehot - p;  dH / dz = -p (log p + H). Other logits have no gradient.
     """
     hidden_GCD, weight_VD, targets_GC, ids_GCK, stop, z_GCK = saved
-    chunks = (hidden_GCD, targets_GC, ids_GCK, z_GCK, grads[0], grads[1])
-    if strictly:
-        most = _most_together(targets_GC.shape[1], weight_VD.shape[0])
-        number = max(1, len(targets_GC))
-        together = next(n for n in range(min(most, number), 0, -1) if number % n == 0)
-        chunks = jax.tree.map(partial(_larger, together, stop), chunks)
-        stop = None if stop is None else -(-stop // together)
 
-    run = partial(head_matmul, exact=hidden_GCD.dtype != weight_VD.dtype)
-
-    def body(grad_weight_VD: Array, chunk: Any) -> tuple[Array, Array]:
-        hidden_CD, targets_C, ids_CK, z_CK, grad_C, grad_entropy_C = chunk
+    def grad_logits(
+        _: Array, targets_C: Array, ids_CK: Array, z_CK: Array, grad_C: Array, grad_entropy_C: Array
+    ) -> Array:
         probs_CK, logs_CK, is_target_CK, _ = _distribution(z_CK, ids_CK, targets_C)
         entropy_C1 = -jnp.sum(probs_CK * logs_CK, axis=-1, keepdims=True)
         some_C = is_target_CK.any(axis=-1)
@@ -244,16 +196,12 @@ def _scan_bwd(
         grad_z_CK = jnp.where(is_target_CK, grad_C1, 0.0) - probs_CK * (
             grad_C1 + grad_entropy_C[..., None] * (logs_CK + entropy_C1)
         )
-        grad_z_CK = _uncapped(grad_z_CK, z_CK, temperature, softcap)
-        grad_logits_CV = _spread(grad_z_CK.astype(weight_VD.dtype), ids_CK, weight_VD.shape[0])
-        grad_hidden_CD = run("...v,vd->...d", grad_logits_CV, weight_VD)
-        grad_weight_VD += run("...v,...d->vd", grad_logits_CV, hidden_CD)
-        return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
+        grad_z_CK = uncapped(grad_z_CK, z_CK, temperature, softcap)
+        return _spread(grad_z_CK.astype(weight_VD.dtype), ids_CK, weight_VD.shape[0])
 
-    zero = jnp.zeros(weight_VD.shape, jnp.float32)
-    grad_weight_VD, grad_hidden_GCD = _chunk_by_chunk(body, zero, chunks, stop)
-    grad_hidden_GCD = grad_hidden_GCD.reshape(hidden_GCD.shape)
-    return grad_hidden_GCD, grad_weight_VD.astype(weight_VD.dtype), None, None, None
+    chunks = (targets_GC, ids_GCK, z_GCK, grads[0], grads[1])
+    found = head_gradients(grad_logits, hidden_GCD, weight_VD, chunks, stop, strictly=strictly)
+    return *found, None, None, None
 
 
 def _spread(values_CK: Array, ids_CK: Array, vocab: int) -> Array:

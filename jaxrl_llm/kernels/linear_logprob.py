@@ -9,23 +9,29 @@ Shape letters: N tokens (possibly several axes), D model width, V vocabulary, K 
 a chunk.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels.head_chunks import (
+    are_whole_chunks,
+    chunk_by_chunk,
+    chunk_logits,
+    head_gradients,
+    head_logits,
+    in_chunks,
+    join,
+    num_chunks,
+    over_whole_chunks,
+    split,
+    uncapped,
+)
 from jaxrl_llm.kernels.partial_softmax import soft_cap
 from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.kernels.vocabulary_sums import sums_of_columns
 
-# Logits of a default chunk: 1 GiB in float32, over all devices. With a vocabulary of 152k these are
-# 1766 tokens, which keep a GPU busy.
-DEFAULT_CHUNK_LOGITS = 2**28
-
-Carry = TypeVar("Carry")
 Saved = tuple[Array, Array, Array, Array | None, Array, Array | None]
 
 
@@ -105,78 +111,18 @@ def linear_logprob(
     Tokens of chunks that are not computed get 0 and no gradient. Other unwanted tokens get
     unspecified numbers.
     """
-    if chunk is None:
-        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
     assert strict is None or softcap is None, "config rules refuse both"
-    whole = targets_N.ndim == 1 and targets_N.size > 0
-    if strict is not None and (not whole or targets_N.size % strict.rows):
-        return _joined_strictly(
-            hidden_ND, weight_VD, targets_N, lengths, temperature, with_entropy, strict
-        )
-    tokens = targets_N.shape[-1]
-    rows = targets_N.size // max(tokens, 1)
-    num_chunks = _num_chunks(tokens, max(1, chunk // max(rows, 1)))
-    if strict is not None:
-        num_chunks = targets_N.size // strict.rows
-    axis, dealt = targets_N.ndim - 1, lengths is None
-    hidden_KCD = _split(hidden_ND, axis, num_chunks, dealt)
-    targets_KC = _split(targets_N, axis, num_chunks, dealt)
-    stop = None
-    if lengths is not None:
-        stop = -(-jnp.max(lengths).astype(jnp.int32) // targets_KC.shape[-1])
-    run = partial(_join, tokens=tokens, dealt=dealt)
+    tokens = {"vocab": weight_VD.shape[0], "lengths": lengths, "strict": strict}
+    if strict is not None and not are_whole_chunks(targets_N, strict):
+
+        def run(targets_X: Array, hidden_XD: Array, lengths: Array | None) -> Any:
+            how: Any = {"temperature": temperature, "with_entropy": with_entropy, "strict": strict}
+            return linear_logprob(hidden_XD, weight_VD, targets_X, lengths=lengths, **how)
+
+        return over_whole_chunks(run, targets_N, hidden_ND, **tokens)
+    (targets_KC, hidden_KCD), stop, join = in_chunks(targets_N, hidden_ND, chunk=chunk, **tokens)
     how = (temperature, softcap, with_entropy, strict is not None)
-    logprobs, entropy = _scan(hidden_KCD, weight_VD, targets_KC, stop, *how)
-    return run(logprobs), None if entropy is None else run(entropy)
-
-
-def _joined_strictly(
-    hidden_ND: Array,
-    weight_VD: Array,
-    targets_N: Array,
-    lengths: Array | None,
-    temperature: float,
-    with_entropy: bool,
-    strict: Strict,
-) -> tuple[Array, Array | None]:
-    """`linear_logprob` of one axis of whole chunks. Only a single row keeps its length."""
-    chunks = max(1, -(-targets_N.size // strict.rows))
-    groups = max(1, -(-chunks // _most_together(strict.rows, weight_VD.shape[0])))
-    chunks = groups * -(-chunks // groups)  # so that the backward pass can join them
-    added = chunks * strict.rows - targets_N.size
-    hidden_XD = jnp.pad(hidden_ND.reshape(-1, hidden_ND.shape[-1]), ((0, added), (0, 0)))
-    found = linear_logprob(
-        hidden_XD,
-        weight_VD,
-        jnp.pad(targets_N.reshape(-1), (0, added)),
-        lengths=lengths.reshape(()) if lengths is not None and lengths.size == 1 else None,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        strict=strict,
-    )
-    logprobs, entropy = (
-        None if x is None else x[: targets_N.size].reshape(targets_N.shape) for x in found
-    )
-    assert logprobs is not None
-    return logprobs, entropy
-
-
-def head_logits(hidden_ND: Float[Array, "*N D"], weight_VD: Float[Array, "V D"]) -> Array:
-    """float32 logits [*N, V]. Of weights in another dtype than hidden states: see `head_matmul`."""
-    exact = hidden_ND.dtype != weight_VD.dtype
-    return head_matmul("...d,vd->...v", hidden_ND, weight_VD, exact=exact)
-
-
-def head_matmul(equation: str, x: Array, y: Array, *, exact: bool) -> Array:
-    """A matmul of the head, with float32 sums; with `exact` of float32 inputs that are not rounded.
-
-    It is exact where the head's weights are float32 and the hidden states are not. A GPU rounds the
-    inputs of other float32 matmuls to TF32.
-    """
-    if exact:
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    precision = jax.lax.Precision.HIGHEST if exact else None
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+    return jax.tree.map(join, _scan(hidden_KCD, weight_VD, targets_KC, stop, *how))
 
 
 def strict_logits(hidden_CD: Array, weight_VD: Array) -> Array:
@@ -217,19 +163,16 @@ def sum_squared_probs(
 
     Shapes, `softcap` and `chunk` are as in `linear_logprob`. The result has no gradient.
     """
-    if chunk is None:
-        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
-    axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
-    rows = hidden_ND.size // max(tokens * hidden_ND.shape[-1], 1)
-    hidden_KCD = _split(hidden_ND, axis, _num_chunks(tokens, max(1, chunk // max(rows, 1))))
+    shape = hidden_ND.shape[:-1]
+    hidden_KCD = split(hidden_ND, len(shape) - 1, num_chunks(shape, weight_VD.shape[0], chunk))
 
     def body(_: None, hidden_CD: Array) -> tuple[None, Array]:
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
+        logits_CV = chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         return None, jnp.sum(jnp.exp(2.0 * (logits_CV - lse_C[..., None])), axis=-1)
 
     squares_KC = jax.lax.scan(body, None, jax.lax.stop_gradient(hidden_KCD))[1]
-    return _join(squares_KC, tokens)
+    return join(squares_KC, shape[-1])
 
 
 def linear_logprob_reference(
@@ -248,69 +191,9 @@ def linear_logprob_reference(
     return chosen_N, -jnp.sum(jnp.exp(logprobs_NV) * logprobs_NV, axis=-1)
 
 
-def _num_chunks(tokens: int, per_chunk: int) -> int:
-    """Number of chunks of at most per_chunk tokens, up to twice as many if that avoids padding."""
-    fewest = max(1, -(-tokens // per_chunk))
-    exact = (k for k in range(fewest, 2 * fewest) if tokens % k == 0)
-    return next(exact, fewest)
-
-
-def _split(x: Array, axis: int, num_chunks: int, dealt: bool = True) -> Array:
-    """x with `axis` split over a new first axis of K = `num_chunks` chunks.
-
-    If `dealt`, chunk k gets tokens k, k + K, k + 2K, ...: if the axis is sharded, every device has
-    an equal share of each chunk. Otherwise chunk k gets the C tokens from k * C on.
-    """
-    size = x.shape[axis]
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, -size % num_chunks)
-    x = jnp.pad(x, padding)
-    length = x.shape[axis] // num_chunks
-    sizes = (length, num_chunks) if dealt else (num_chunks, length)
-    x = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis + dealt, 0)
-
-
-def _join(x_KC: Array, tokens: int, dealt: bool = True) -> Array:
-    """The inverse of `_split` on the last axis, without the padding."""
-    x = jnp.moveaxis(x_KC, 0, -1 if dealt else -2)
-    return x.reshape(*x.shape[:-2], -1)[..., :tokens]
-
-
-def _chunk_logits(
-    hidden_CD: Array, weight_VD: Array, temperature: float, softcap: float | None
-) -> Array:
-    return soft_cap(head_logits(hidden_CD, weight_VD), softcap) / temperature
-
-
-def _uncapped(
-    grad_logits_CV: Array, logits_CV: Array, temperature: float, softcap: float | None
-) -> Array:
-    """The gradient of a chunk's logits before their temperature and soft cap."""
-    grad_logits_CV = grad_logits_CV / temperature
-    if softcap is None:
-        return grad_logits_CV
-    return grad_logits_CV * (1.0 - jnp.square(logits_CV * (temperature / softcap)))
-
-
 def _is_target(targets_C: Array, vocab: int) -> Array:
     # A comparison: a gather from logits that are sharded over the vocabulary would move them all.
     return targets_C[..., None] == jnp.arange(vocab, dtype=targets_C.dtype)
-
-
-def _chunk_by_chunk(
-    body: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, chunks: Any, stop: Array | None
-) -> tuple[Carry, Any]:
-    """`jax.lax.scan` over pytrees that ends before chunk `stop`: results from there on stay 0."""
-    num_chunks = jax.tree.leaves(chunks)[0].shape[0]
-    _, results = jax.eval_shape(body, carry, jax.tree.map(lambda x: x[0], chunks))
-    results = jax.tree.map(lambda x: jnp.zeros((num_chunks, *x.shape), x.dtype), results)
-
-    def step(k: Array, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
-        carry, found = body(state[0], jax.tree.map(lambda x: x[k], chunks))
-        return carry, jax.tree.map(lambda all_, x: all_.at[k].set(x), state[1], found)
-
-    return jax.lax.fori_loop(0, num_chunks if stop is None else stop, step, (carry, results))
 
 
 def _forward(
@@ -333,7 +216,7 @@ def _forward(
             found_C, lse_C = strict_logprob(logits_CV, sums_CM, targets_C, temperature)
             entropy_C = _strict_entropy(logits_CV, lse_C, temperature) if with_entropy else None
             return carry, (found_C, lse_C, entropy_C)
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
+        logits_CV = chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         chosen_C, top_C, total_C, mean_C = _sums(logits_CV, targets_C, with_entropy)
         log_total_C = jnp.log(total_C)
         found_C = chosen_C - log_total_C
@@ -343,7 +226,7 @@ def _forward(
             entropy_C = log_total_C - mean_C / total_C
         return carry, (found_C, top_C + log_total_C, entropy_C)
 
-    return _chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
+    return chunk_by_chunk(body, None, (hidden_KCD, targets_KC), stop)[1]
 
 
 def _sums(
@@ -412,23 +295,12 @@ def _scan_bwd(
 ) -> tuple[Array, Array, None, None]:
     """With z the logits over the temperature, p = softmax(z) and H the entropy:
 
-    d logprob / dz = onehot - p;  dH / dz = -p (z - lse + H). `_uncapped` goes on to the logits.
+    d logprob / dz = onehot - p;  dH / dz = -p (z - lse + H). `uncapped` goes on to the logits.
     """
     hidden_KCD, weight_VD, targets_KC, stop, lse_KC, entropy_KC = saved
-    grad_logprobs_KC, grad_entropy_KC = grads
-    chunks = (hidden_KCD, targets_KC, lse_KC, entropy_KC, grad_logprobs_KC, grad_entropy_KC)
-    if strictly:
-        most = _most_together(targets_KC.shape[1], weight_VD.shape[0])
-        number = max(1, len(targets_KC))
-        together = next(n for n in range(min(most, number), 0, -1) if number % n == 0)
-        chunks = jax.tree.map(partial(_larger, together, stop), chunks)
-        stop = None if stop is None else -(-stop // together)
 
-    run = partial(head_matmul, exact=hidden_KCD.dtype != weight_VD.dtype)
-
-    def body(grad_weight_VD, chunk):
-        hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
+    def grad_logits(hidden_CD, targets_C, lse_C, entropy_C, grad_C, grad_entropy_C):
+        logits_CV = chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         logprobs_CV = logits_CV - lse_C[..., None]
         weights_CV = grad_C[..., None]
         if with_entropy:
@@ -438,34 +310,11 @@ def _scan_bwd(
         is_target = _is_target(targets_C, weight_VD.shape[0])
         grad_logits_CV = jnp.where(is_target, grad_C[..., None], 0.0)
         grad_logits_CV = grad_logits_CV - jnp.exp(logprobs_CV) * weights_CV
-        grad_logits_CV = _uncapped(grad_logits_CV, logits_CV, temperature, softcap)
-        grad_logits_CV = grad_logits_CV.astype(weight_VD.dtype)
-        grad_hidden_CD = run("...v,vd->...d", grad_logits_CV, weight_VD)
-        grad_weight_VD += run("...v,...d->vd", grad_logits_CV, hidden_CD)
-        return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
+        return uncapped(grad_logits_CV, logits_CV, temperature, softcap)
 
-    zero = jnp.zeros(weight_VD.shape, jnp.float32)
-    grad_weight_VD, grad_hidden_KCD = _chunk_by_chunk(body, zero, chunks, stop)
-    if strictly:
-        grad_hidden_KCD = grad_hidden_KCD.reshape(hidden_KCD.shape)
-    return grad_hidden_KCD, grad_weight_VD.astype(weight_VD.dtype), None, None
-
-
-def _larger(together: int, stop: Array | None, x_KC: Array) -> Array:
-    """Chunks of `together` strict chunks; zeros, which have no gradient, from chunk `stop` on.
-
-    Only values must be strict. Each chunk reads and writes the whole gradient of the weights, which
-    takes longer than the matmuls of a strict chunk.
-    """
-    if stop is not None:
-        computed_K = (jnp.arange(len(x_KC)) < stop).reshape(-1, *(1,) * (x_KC.ndim - 1))
-        x_KC = jnp.where(computed_K, x_KC, 0)
-    return x_KC.reshape(len(x_KC) // together, together * x_KC.shape[1], *x_KC.shape[2:])
-
-
-def _most_together(rows: int, vocab_size: int) -> int:
-    """The most strict chunks that the backward pass joins."""
-    return max(1, DEFAULT_CHUNK_LOGITS // (rows * vocab_size))
+    kept = (targets_KC, lse_KC, entropy_KC, *grads)
+    found = head_gradients(grad_logits, hidden_KCD, weight_VD, kept, stop, strictly=strictly)
+    return *found, None, None
 
 
 _scan = jax.custom_vjp(_primal, nondiff_argnums=(4, 5, 6, 7))

@@ -6,20 +6,17 @@ Shape letters: N positions (possibly several axes), D model width, V vocabulary,
 position, G chunks, C positions of a chunk.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels.linear_logprob import (
-    DEFAULT_CHUNK_LOGITS,
-    _chunk_logits,
-    _join,
-    _num_chunks,
-    _split,
-    _uncapped,
-    head_matmul,
+from jaxrl_llm.kernels.head_chunks import (
+    chunk_logits,
+    head_gradients,
+    join,
+    num_chunks,
+    split,
+    uncapped,
 )
 
 
@@ -38,11 +35,10 @@ def linear_logprobs_at(
 
     Requires: the K ids of a position differ.
     """
-    axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
-    num_chunks = _chunks(hidden_ND, weight_VD, chunk)
-    hidden_GCD = _split(hidden_ND, axis, num_chunks)
-    ids_GCK = _split(ids_NK, axis, num_chunks)
-    return _join_each(_scan(hidden_GCD, weight_VD, ids_GCK, temperature, softcap), tokens)
+    shape = hidden_ND.shape[:-1]
+    number = num_chunks(shape, weight_VD.shape[0], chunk)
+    hidden_GCD, ids_GCK = (split(x, len(shape) - 1, number) for x in (hidden_ND, ids_NK))
+    return _join_each(_scan(hidden_GCD, weight_VD, ids_GCK, temperature, softcap), shape[-1])
 
 
 def linear_top_k(
@@ -55,11 +51,11 @@ def linear_top_k(
     chunk: int | None = None,
 ) -> tuple[Int[Array, "*N K"], Float[Array, "*N K"]]:
     """The k likeliest tokens of each position, best first, and their log-probs; no gradient."""
-    axis, tokens = hidden_ND.ndim - 2, hidden_ND.shape[-2]
-    hidden_GCD = _split(hidden_ND, axis, _chunks(hidden_ND, weight_VD, chunk))
+    *_, tokens = shape = hidden_ND.shape[:-1]
+    hidden_GCD = split(hidden_ND, len(shape) - 1, num_chunks(shape, weight_VD.shape[0], chunk))
 
     def body(_: None, hidden_CD: Array) -> tuple[None, tuple[Array, Array]]:
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
+        logits_CV = chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         top_CK, ids_CK = jax.lax.top_k(logits_CV, k)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         return None, (ids_CK.astype(jnp.int32), top_CK - lse_C[..., None])
@@ -68,16 +64,8 @@ def linear_top_k(
     return _join_each(ids, tokens), jax.lax.stop_gradient(_join_each(logprobs, tokens))
 
 
-def _chunks(hidden_ND: Array, weight_VD: Array, chunk: int | None) -> int:
-    if chunk is None:
-        chunk = max(1, DEFAULT_CHUNK_LOGITS // weight_VD.shape[0])
-    tokens = hidden_ND.shape[-2]
-    rows = hidden_ND.size // max(tokens * hidden_ND.shape[-1], 1)
-    return _num_chunks(tokens, max(1, chunk // max(rows, 1)))
-
-
 def _join_each(x_GCK: Array, tokens: int) -> Array:
-    return jax.vmap(lambda x_GC: _join(x_GC, tokens), in_axes=-1, out_axes=-1)(x_GCK)
+    return jax.vmap(lambda x_GC: join(x_GC, tokens), in_axes=-1, out_axes=-1)(x_GCK)
 
 
 def _forward(
@@ -91,7 +79,7 @@ def _forward(
 
     def body(_: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         hidden_CD, ids_CK = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
+        logits_CV = chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         lse_C = jax.nn.logsumexp(logits_CV, axis=-1)
         chosen_CK = jnp.take_along_axis(logits_CV, ids_CK, axis=-1)
         return None, (chosen_CK - lse_C[..., None], lse_C)
@@ -131,27 +119,19 @@ def _scan_bwd(
     d sum_k g_k logprob_k / dz = sum_k g_k onehot_k - p sum_k g_k.
     """
     hidden_GCD, weight_VD, ids_GCK, lse_GC = saved
-    run = partial(head_matmul, exact=hidden_GCD.dtype != weight_VD.dtype)
     vocabulary = jnp.arange(weight_VD.shape[0], dtype=ids_GCK.dtype)
 
-    def body(grad_weight_VD: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        hidden_CD, ids_CK, lse_C, grad_CK = chunk
-        logits_CV = _chunk_logits(hidden_CD, weight_VD, temperature, softcap)
+    def grad_logits(hidden_CD: Array, ids_CK: Array, lse_C: Array, grad_CK: Array) -> Array:
+        logits_CV = chunk_logits(hidden_CD, weight_VD, temperature, softcap)
         grad_logits_CV = -jnp.exp(logits_CV - lse_C[..., None]) * grad_CK.sum(-1, keepdims=True)
         # Comparisons: a scatter on a GPU adds in no fixed order.
         for k in range(ids_CK.shape[-1]):
             is_chosen_CV = ids_CK[..., k, None] == vocabulary
             grad_logits_CV += jnp.where(is_chosen_CV, grad_CK[..., k, None], 0.0)
-        grad_logits_CV = _uncapped(grad_logits_CV, logits_CV, temperature, softcap)
-        grad_logits_CV = grad_logits_CV.astype(weight_VD.dtype)
-        grad_hidden_CD = run("...v,vd->...d", grad_logits_CV, weight_VD)
-        grad_weight_VD += run("...v,...d->vd", grad_logits_CV, hidden_CD)
-        return grad_weight_VD, grad_hidden_CD.astype(hidden_CD.dtype)
+        return uncapped(grad_logits_CV, logits_CV, temperature, softcap)
 
-    zero = jnp.zeros(weight_VD.shape, jnp.float32)
-    chunks = (hidden_GCD, ids_GCK, lse_GC, grad_GCK)
-    grad_weight_VD, grad_hidden_GCD = jax.lax.scan(body, zero, chunks)
-    return grad_hidden_GCD, grad_weight_VD.astype(weight_VD.dtype), None
+    saved_GC = (ids_GCK, lse_GC, grad_GCK)
+    return *head_gradients(grad_logits, hidden_GCD, weight_VD, saved_GC), None
 
 
 _scan = jax.custom_vjp(_primal, nondiff_argnums=(3, 4))

@@ -10,7 +10,7 @@ from compiled import compiled
 from finite_differences import numeric_gradient
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxrl_llm.kernels import linear_logprob as module
+from jaxrl_llm.kernels import head_chunks as module
 from jaxrl_llm.kernels.linear_logprob import (
     linear_logprob,
     linear_logprob_reference,

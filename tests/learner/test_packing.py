@@ -10,7 +10,8 @@ from compiled import compiled
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
-from jaxrl_llm.kernels import linear_logprob
+from jaxrl_llm.kernels import head_chunks
+from jaxrl_llm.kernels.linear_logprob import linear_logprob
 from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
@@ -222,7 +223,7 @@ def row_use_fields(*lengths):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A head that takes two tokens at a time, so that some chunks have no response."""
-    monkeypatch.setattr(linear_logprob, "DEFAULT_CHUNK_LOGITS", 2 * VOCAB)
+    monkeypatch.setattr(head_chunks, "DEFAULT_CHUNK_LOGITS", 2 * VOCAB)
 
 
 def test_the_head_leaves_out_what_is_no_response(monkeypatch):
@@ -233,7 +234,7 @@ def test_the_head_leaves_out_what_is_no_response(monkeypatch):
     def counting(hidden, weight, targets, *, lengths, **settings):
         nonlocal seen
         seen += int(lengths.sum())
-        return linear_logprob.linear_logprob(hidden, weight, targets, lengths=lengths, **settings)
+        return linear_logprob(hidden, weight, targets, lengths=lengths, **settings)
 
     monkeypatch.setattr(forward, "linear_logprob", counting)
     for rows in pack(fields, 40, GROUP, 2):

@@ -13,12 +13,19 @@ from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 GPU_SLOTS, CPU_SLOTS = 256, 8
 FILLED = 0.8  # share of the free memory for the cache; the rest is for the arrays of a step
 CPU_BYTES = 2 << 30  # cache on a CPU
+STEPS = 16  # decode steps of a call; new requests wait for its end, and streams come so often
 
 
 def serving_engine(
-    spec: ModelSpec, params: Params, stop_ids: tuple[int, ...], *, context: int = 0, slots: int = 0
+    spec: ModelSpec,
+    params: Params,
+    stop_ids: tuple[int, ...],
+    *,
+    context: int = 0,
+    slots: int = 0,
+    steps: int = 0,
 ) -> Engine:
-    """An engine for requests of any kind. `context` and `slots` are found where they are 0.
+    """An engine for requests of any kind. Numbers that are 0 are found.
 
     ConfigError for a context that the model or the memory does not have.
     """
@@ -37,6 +44,7 @@ def serving_engine(
         num_slots=slots,
         cache_tokens=min(room, slots * context),
         stop_ids=stop_ids,
+        steps=steps or STEPS,
     )
     # Rope may depend on the longest row.
     return Engine(model_spec(config.for_context(context), dtype=spec.dtype), params, settings)

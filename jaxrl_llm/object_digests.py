@@ -34,10 +34,11 @@ def _typed(value: Any) -> str:
 
 
 def source_object(function: Any) -> Any:
-    """The function that has the source text of an object that can be called."""
+    """The function or class that has the source text of an object that can be called."""
     while isinstance(function, functools.partial):
         function = function.func
-    return function if inspect.isroutine(function) else type(function).__call__
+    is_source = inspect.isroutine(function) or isinstance(function, type)
+    return function if is_source else type(function).__call__
 
 
 def function_digest(function: Any) -> str:

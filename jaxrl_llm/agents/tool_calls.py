@@ -105,6 +105,11 @@ class ToolCallParser:
         content, calls = self._format.read(text, self._delimiters, self)
         return Parsed(self.plain(content).strip(), self.plain(thought).strip(), tuple(calls))
 
+    def text(self, ids: Sequence[int], *, thinking: bool = False) -> str:
+        """The text of an answer without its thinking; calls stay in it."""
+        text = self._marked(ids)
+        return self.plain(self._format.split_thinking(text, self._delimiters, thinking)[1]).strip()
+
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with thinking that is open."""
         opening, closing = (self._delimiters[token] for token in self._format.thinking)

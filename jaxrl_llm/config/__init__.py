@@ -8,6 +8,7 @@ Records, their shared types, their messages and overrides: jaxrl_llm/typed_recor
 """
 # ruff: noqa: F403
 
+from jaxrl_llm.config.agents import *
 from jaxrl_llm.config.alarms import *
 from jaxrl_llm.config.algorithms import *
 from jaxrl_llm.config.graders import *

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator
 
+from jaxrl_llm.config.agents import Environments, ToolSettings
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.graders import OwnFunction, RewardFunction
@@ -377,6 +378,18 @@ class RolloutConfig(Record):
     mask_truncated: bool = False
     # Experts: log-probs and updates route each token to the experts of its rollout.
     routing_replay: bool = True
+    # Tools of answers with several turns: calculator, python, functions of yours: docs/agents.md.
+    tools: Many[ToolSettings] = ()
+    # Environment of the samples: calculator, guess, maze, retry, code, or a class of yours. Of
+    # several, the column `environment` of a row names one.
+    environment: Environments = ()
+    max_turns: Whole = 0  # turns of the model in a sample; 0: no limit
+    max_turn_tokens: Whole = 0  # tokens of a turn; 0: what is left of data.max_response_length
+    max_tool_calls: Whole = 0  # calls of tools in a sample; 0: no limit
+    max_parse_errors: Whole = 3  # turns in a row whose calls cannot be run; one more ends a sample
+    max_tool_result_tokens: Whole = 1024  # tokens of the results of a turn; 0: no limit
+    tool_timeout_s: Seconds = 30.0  # time limit of a call, and of a step of an environment
+    num_tool_workers: Processes = 2  # processes for tools and environments of yours
 
 
 class SourceGrader(Record):

@@ -19,7 +19,7 @@ WANTED = "expected a list of dicts, one a row, or a datasets.Dataset"
 
 
 class Given(Custom, kind="given"):
-    """A reward function of yours as an object of a Python program.
+    """A function or a class of yours as an object of a Python program.
 
     In a file of JSON it has no `function`; `rl.train(config, rewards=[...])` gives it again.
     """
@@ -39,6 +39,16 @@ def _as_given(value: Any) -> Any:
 
 
 GIVEN = BeforeValidator(_as_given)
+
+
+def _class_as_given(value: Any) -> Any:
+    """A class, or a function that makes objects, as its record; others as they are."""
+    if not isinstance(value, type) or issubclass(value, Record):
+        return _as_given(value)
+    return Given(path=f"object:{value.__name__}", digest=function_digest(value), function=value)
+
+
+GIVEN_CLASS = BeforeValidator(_class_as_given)
 
 
 class GivenRows(Record):

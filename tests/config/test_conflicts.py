@@ -67,6 +67,8 @@ VALUES = {
     "reward.failure_value": ("-1",),
     "reward.on_failure": ("mask",),
     "rollout.mask_truncated": ("true",),
+    "rollout.tools": ("calculator",),
+    "rollout.environment": ("guess",),
     "rollout.dtype": ("bfloat16",),
     "rollout.filter_groups.enable": ("true",),
     "rollout.n": ("1",),

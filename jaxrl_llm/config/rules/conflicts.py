@@ -171,6 +171,8 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("reward.process_rewards", NO_FUNCTIONS, "there is no function that could score steps"),
     ("reward.failure_value", MASKED, "a failed sample has no score, unless on_failure=value"),
     ("rollout.mask_truncated", OFFLINE, "an offline run generates no responses"),
+    ("rollout.tools", OFFLINE, "an offline run generates no responses"),
+    ("rollout.environment", OFFLINE, "an offline run generates no responses"),
     ("teacher", OFFLINE, "an offline run does not read it"),
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # The reference.

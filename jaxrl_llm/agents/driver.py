@@ -1,0 +1,431 @@
+"""Drives many samples against an engine: turns go to tools, and results go back as they come.
+
+Guarantees: a trajectory depends on its sample alone, never on the order in which results arrive.
+Nothing waits for the slowest tool.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from jaxrl_llm.agents.conversation import Append, Budgets, Conversation, End
+from jaxrl_llm.agents.environments import EnvironmentInfo
+from jaxrl_llm.agents.sessions import Action, Answer, Calls, Grade, Reset, Say, Value
+from jaxrl_llm.agents.styles import ChatStyle, PlainStyle, Style
+from jaxrl_llm.agents.tools import Schema
+from jaxrl_llm.agents.trajectory import UNGRADED, StopReason, Trajectory
+from jaxrl_llm.agents.workers import Job, Tools
+from jaxrl_llm.references import nearest
+from jaxrl_llm.rewards.calling import CallError
+from jaxrl_llm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # types.py imports jax
+    from jaxrl_llm.types import Prompt
+
+PATIENCE = 0.05  # seconds of waiting for a tool while the engine has nothing to do
+
+
+class EngineSequence(Protocol):
+    """The part of an engine's sequence that this file uses."""
+
+    tokens: list[int]
+    logprobs: list[float]  # as long as `tokens`
+    num_prompt: int
+    status: Literal["queued", "running", "waiting", "ended"]
+    stop_reason: Literal["stop", "length", "context", "aborted"] | None
+
+
+class Engine(Protocol):
+    """The part of an engine that this file uses."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is queued or runs."""
+        ...
+
+    def add(self, prompt: Sequence[int], *, limit: int, key: Any, **options: Any) -> Any:
+        """Begin a sequence."""
+        ...
+
+    def append(self, sequence: Any, tokens: Sequence[int], *, limit: int) -> None:
+        """Let a sequence that waits go on behind these ids."""
+        ...
+
+    def step(self) -> Sequence[Any]:
+        """Advance. Returns the sequences that got tokens or ended a turn."""
+        ...
+
+    def finish(self, sequence: Any) -> None:
+        """Free what a sequence that waits holds."""
+        ...
+
+    def abort(self, sequence: Any) -> None:
+        """End a sequence at once."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A request for one trajectory."""
+
+    prompt: "Prompt"
+    step: int
+    sample: int  # its number in the step
+    key: Any  # key of its draws, for the engine
+    group: int = 0  # number of its prompt in the step
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of engine.add
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverSettings:
+    """What the samples of a run have in common."""
+
+    budgets: Budgets
+    seed: int = 0  # seed of the run
+    max_prompt_length: int = 0  # tokens of a prompt with its tools; 0: no limit
+    tool_timeout_s: float = 30.0  # seconds of a call
+    max_retries: int = 1  # further tries with a new environment
+
+
+@dataclass(eq=False)
+class _Live:
+    """A sample that has not ended."""
+
+    sample: Sample
+    info: EnvironmentInfo | None
+    environment: int = 0
+    session: int = 0
+    conversation: Conversation | None = None
+    sequence: Any = None
+    seen: int = 0  # ids of the sequence whose version is known
+    turn_start: int = 0  # place in the sequence where the turn began
+    versions: list[int] = field(default_factory=list)
+    history: list[tuple[Action, Value]] = field(default_factory=list)
+    retries: int = 0
+    differs: bool = False
+    since: float = 0.0
+    tool_s: float = 0.0
+    ending: StopReason | None = None  # while its reward is asked for
+    reward: float | None = None
+
+
+class Driver:
+    """Takes samples, and gives their trajectories. One thread uses it, with one engine."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: Tools, settings: DriverSettings) -> None:
+        self.version = 0  # version of the policy whose tokens arrive
+        self._tokenizer, self._tools, self._settings = tokenizer, tools, settings
+        self._schemas = {info.name: info.schema for info in tools.description.tools}
+        self._async = {info.name for info in tools.description.tools if info.is_async}
+        self._environments = {info.name: i for i, info in enumerate(tools.description.environments)}
+        self._styles: dict[str, Style] = {}
+        self._live: dict[int, _Live] = {}  # by the identity of the sequence
+        self._finished: list[Trajectory] = []
+        self._num_live = self._sessions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sample has not ended."""
+        return bool(self._num_live or self._finished)
+
+    def close(self) -> None:
+        """End the processes of tools and environments."""
+        self._tools.close()
+
+    def run(self, engine: Engine, samples: Sequence[Sample]) -> list[Trajectory]:
+        """The trajectories of all samples, in their order."""
+        for sample in samples:
+            self.add(engine, sample)
+        done: dict[str, Trajectory] = {}
+        while self.has_work:
+            done.update({trajectory.id: trajectory for trajectory in self.advance(engine)})
+        return [done[_id_of(sample)] for sample in samples]
+
+    def add(self, engine: Engine, sample: Sample) -> None:
+        """Begin a sample. Raises ValueError for a row that names no environment or tool here."""
+        index = self._environment_of(sample.prompt.columns)
+        info = None if index is None else self._tools.description.environments[index]
+        live = _Live(sample, info)
+        self._num_live += 1
+        if info is None or index is None:
+            self._begin(engine, live, None)
+            return
+        live.environment, live.session = index, self._new_session()
+        self._submit(live, Reset(index, self._columns(sample)))
+
+    def advance(self, engine: Engine) -> list[Trajectory]:
+        """Take results of tools, advance the engine once, and give the samples that ended."""
+        busy = engine.has_work
+        for job, answer in self._tools.done(0.0 if busy or self._finished else PATIENCE):
+            self._answered(engine, job, answer)
+        if engine.has_work:
+            for sequence in engine.step():
+                self._advanced(engine, self._live[id(sequence)])
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, engine: Engine) -> list[Trajectory]:
+        """End all samples as they are. Those in the hands of a tool are left out."""
+        for live in list(self._live.values()):
+            if live.ending is None:
+                self._stamp(live)
+                self._finish(engine, live, "aborted")
+        finished, self._finished = self._finished, []
+        return finished
+
+    # --------------------------------------------------------------------- the beginning
+
+    def _environment_of(self, columns: Mapping[str, Any]) -> int | None:
+        """The environment of a row: the only one, or the one that its column names."""
+        named = columns.get("environment")
+        if named is None:
+            if len(self._environments) > 1:
+                raise ValueError(
+                    "config.rollout.environment has several: each row needs a column 'environment'"
+                )
+            return next(iter(self._environments.values()), None)
+        if named not in self._environments:
+            near = nearest(str(named), self._environments)
+            raise ValueError(
+                f"a row has the environment {named!r}{near}; config.rollout.environment has: "
+                f"{', '.join(self._environments) or 'none'}"
+            )
+        return self._environments[named]
+
+    def _columns(self, sample: Sample) -> dict[str, Any]:
+        """What `reset` may ask for."""
+        prompt = sample.prompt
+        text: Any = prompt.text if prompt.messages is None else [*prompt.messages]
+        return {
+            "seed": _seed(self._settings.seed, sample.step, "sample", sample.sample),
+            "group_seed": _seed(self._settings.seed, sample.step, "group", sample.group),
+            **{name: value for name, value in prompt.columns.items() if name != "environment"},
+            "prompt": text,
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+        }
+
+    def _begin(self, engine: Engine, live: _Live, opening: Any) -> None:
+        prompt, info = live.sample.prompt, live.info
+        tools = self._tools_of(prompt.columns)
+        tools |= {tool.name: tool.schema for tool in info.tools} if info else {}
+        live.conversation = Conversation(
+            self._tokenizer,
+            self._style(prompt, tools, info),
+            self._settings.budgets,
+            tools,
+            steps=info is not None and info.steps,
+            stateful=info is not None,
+        )
+        begun = live.conversation.start(prompt.messages or (), prompt.token_ids, opening)
+        most = self._settings.max_prompt_length
+        if most and len(live.conversation.prompt) > most:
+            why = f"prompt: it has {len(live.conversation.prompt)} tokens with tools and opening"
+            self._finish(engine, live, "failed", f"{why}, more than {most}")
+        elif isinstance(begun, End):
+            self._finish(engine, live, begun.reason)
+        else:
+            options = {"stop_ids": live.conversation.stop_ids, **live.sample.options}
+            live.sequence = engine.add(begun.ids, limit=begun.limit, key=live.sample.key, **options)
+            live.seen = live.turn_start = len(begun.ids)
+            self._live[id(live.sequence)] = live
+
+    def _tools_of(self, columns: Mapping[str, Any]) -> dict[str, Schema]:
+        """The tools of a row: all, or those that its column names."""
+        named = columns.get("tools")
+        if named is None or not self._schemas:
+            return dict(self._schemas)
+        named = json.loads(named) if isinstance(named, str) else named
+        names = [tool if isinstance(tool, str) else tool["function"]["name"] for tool in named]
+        if unknown := [name for name in names if name not in self._schemas]:
+            raise ValueError(
+                f"a row has the tool {unknown[0]!r}{nearest(unknown[0], self._schemas)}; "
+                f"config.rollout.tools has: {', '.join(self._schemas)}"
+            )
+        return {name: self._schemas[name] for name in names}
+
+    def _style(
+        self, prompt: "Prompt", tools: Mapping[str, Schema], info: EnvironmentInfo | None
+    ) -> Style:
+        """The style of a prompt: messages are a chat, a text is plain."""
+        variables = prompt.columns.get("chat_template_kwargs")
+        variables = json.loads(variables) if isinstance(variables, str) else variables
+        is_text, stop = prompt.messages is None, info.stop if info else ()
+        key = json.dumps([is_text, stop, list(tools), variables], sort_keys=True, default=str)
+        if key not in self._styles:
+            self._styles[key] = (
+                PlainStyle(self._tokenizer, stop)
+                if is_text
+                else ChatStyle(self._tokenizer, list(tools.values()), variables)
+            )
+        return self._styles[key]
+
+    # --------------------------------------------------------------------- turns
+
+    def _advanced(self, engine: Engine, live: _Live) -> None:
+        """A sequence got tokens, or ended its turn."""
+        self._stamp(live)
+        if live.sequence.status in ("queued", "running"):
+            return
+        assert live.conversation is not None
+        ids = live.sequence.tokens[live.turn_start :]
+        act = live.conversation.turn(ids, live.sequence.stop_reason)
+        if isinstance(act, End):
+            self._end(engine, live, act.reason)
+        elif act.text is not None:
+            self._submit(live, Say(act.text))
+        elif act.calls:
+            self._submit(live, Calls(act.calls))
+        else:  # none of the calls can be run
+            self._go_on(engine, live, live.conversation.observe(()))
+
+    def _stamp(self, live: _Live) -> None:
+        """The version of the ids that were sampled since the last look."""
+        live.versions += [self.version] * (len(live.sequence.tokens) - live.seen)
+        live.seen = len(live.sequence.tokens)
+
+    def _go_on(self, engine: Engine, live: _Live, next_: Append | End) -> None:
+        if isinstance(next_, End):
+            self._end(engine, live, next_.reason)
+            return
+        engine.append(live.sequence, next_.ids, limit=next_.limit)
+        live.versions += [-1] * len(next_.ids)
+        live.seen += len(next_.ids)
+        live.turn_start = live.seen
+
+    def _end(self, engine: Engine, live: _Live, reason: StopReason) -> None:
+        """The sample has ended. An environment may still have its reward to give."""
+        if live.info is not None and live.info.grades and reason not in UNGRADED:
+            live.ending = reason
+            self._submit(live, Grade())
+        else:
+            self._finish(engine, live, reason)
+
+    # --------------------------------------------------------------------- tools
+
+    def _submit(self, live: _Live, action: Action, *, alone: bool = False) -> None:
+        number = len(action.calls) if isinstance(action, Calls) else 1
+        is_async = live.info is not None and live.info.is_async
+        if isinstance(action, Calls):
+            is_async = is_async or any(name in self._async for name, _ in action.calls)
+        live.since = live.since or time.perf_counter()
+        self._tools.submit(
+            Job(
+                owner=live,
+                action=action,
+                limit=self._settings.tool_timeout_s * number,
+                session=live.session,
+                history=live.history,
+                is_async=is_async,
+                alone=alone,
+            )
+        )
+
+    def _new_session(self) -> int:
+        self._sessions += 1
+        return self._sessions
+
+    def _answered(self, engine: Engine, job: Job, answer: Answer) -> None:
+        live: _Live = job.owner
+        assert job.action is not None
+        if answer.error is not None:
+            self._failed(engine, live, job.action, answer.error)
+            return
+        live.tool_s += time.perf_counter() - live.since
+        live.since = 0.0
+        live.differs |= answer.differs
+        if live.session:
+            live.history.append((job.action, answer.value))
+        if isinstance(job.action, Reset):
+            self._begin(engine, live, answer.value)
+            return
+        if isinstance(job.action, Grade):
+            assert live.ending is not None
+            live.reward = answer.value
+            self._finish(engine, live, live.ending)
+            return
+        assert live.conversation is not None
+        is_step = isinstance(job.action, Say)
+        observe = live.conversation.observe_step if is_step else live.conversation.observe
+        self._go_on(engine, live, observe(answer.value))
+
+    def _failed(self, engine: Engine, live: _Live, action: Action, error: CallError) -> None:
+        """Try again in a new environment, which repeats what was done; then the sample fails."""
+        if not error.shared:
+            if live.retries >= self._settings.max_retries:
+                reason = "timeout" if error.kind == "timeout" else "failed"
+                self._finish(engine, live, reason, f"{error.kind}: {error.message}")
+                return
+            live.retries += 1
+            if live.session:
+                self._end_session(live)
+                live.session = self._new_session()
+        self._submit(live, action, alone=True)
+
+    def _end_session(self, live: _Live) -> None:
+        if live.session:
+            self._tools.submit(Job(owner=live, action=None, limit=0.0, session=live.session))
+
+    # --------------------------------------------------------------------- the end
+
+    def _finish(self, engine: Engine, live: _Live, reason: StopReason, failure: str = "") -> None:
+        sequence, conversation, sample = live.sequence, live.conversation, live.sample
+        self._end_session(live)
+        self._num_live -= 1
+        logprobs: Sequence[float] = ()
+        if sequence is not None:
+            del self._live[id(sequence)]
+            logprobs = sequence.logprobs[sequence.num_prompt :]
+            if sequence.status == "waiting":
+                engine.finish(sequence)
+            elif sequence.status != "ended":
+                engine.abort(sequence)
+        prompt_ids = conversation.prompt if conversation else sample.prompt.token_ids
+        response, mask = _response(conversation, sequence, reason)
+        self._finished.append(
+            Trajectory(
+                id=_id_of(sample),
+                sample=sample.sample,
+                group=sample.group,
+                prompt_ids=tuple(prompt_ids),
+                response_ids=tuple(response),
+                mask=tuple(mask),
+                logprobs=tuple(logprobs),
+                versions=tuple(live.versions),
+                turns=tuple(conversation.turns if conversation else ()),
+                final_reward=live.reward,
+                stop_reason=reason,
+                failure=failure,
+                num_retries=live.retries,
+                differs=live.differs,
+                messages=tuple(conversation.messages if conversation else ()),
+                text=conversation.text if conversation else "",
+                tool_s=live.tool_s,
+            )
+        )
+
+
+def _response(
+    conversation: Conversation | None, sequence: Any, reason: StopReason
+) -> tuple[list[int], list[int]]:
+    """The response and its mask. A turn that was aborted counts as far as it was sampled."""
+    if conversation is None or sequence is None:
+        return [], []
+    cut = sequence.tokens[sequence.num_prompt + len(conversation.response) :]
+    if reason != "aborted":
+        assert not cut, "the engine has ids that the conversation has not"
+    return conversation.response + cut, conversation.mask + [1] * len(cut)
+
+
+def _id_of(sample: Sample) -> str:
+    return f"{sample.step}-{sample.sample}"
+
+
+def _seed(seed: int, step: int, kind: str, number: int) -> int:
+    """A seed below 2^31 that follows from the run's, the step and the number."""
+    text = f"{seed}/{step}/{kind}/{number}"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest) >> 1

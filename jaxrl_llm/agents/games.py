@@ -1,0 +1,112 @@
+"""Two small games in text: a number to guess, and a way through a maze."""
+
+import re
+from random import Random
+from typing import Any
+
+from jaxrl_llm.agents.environments import Step
+
+MOVES = {"U": (0, -1), "D": (0, 1), "L": (-1, 0), "R": (1, 0)}
+Cell = tuple[int, int]  # column and row, from the top left
+
+
+class Guess:
+    """Guess a number. Each turn is a guess, answered with higher or lower.
+
+    The number is the row's `ground_truth`, else drawn with `group_seed`.
+    """
+
+    stop = ("\n",)
+
+    def __init__(self, *, low: int = 1, high: int = 31, turns: int = 6) -> None:
+        self._low, self._high, self._left = low, high, turns
+        self._secret = low
+
+    def reset(self, ground_truth: Any = None, group_seed: int = 0) -> None:
+        """Choose the number."""
+        if ground_truth is None:
+            self._secret = Random(group_seed).randint(self._low, self._high)
+        else:
+            self._secret = int(ground_truth)
+
+    def step(self, action: str) -> Step:
+        """Compare a guess."""
+        self._left -= 1
+        number = re.fullmatch(r"\D*(\d{1,9})\D*", action)
+        if number is not None and int(number[1]) == self._secret:
+            return Step(reward=1.0, done=True)
+        hint = "?"
+        if number is not None and self._low <= int(number[1]) <= self._high:
+            hint = "higher" if int(number[1]) < self._secret else "lower"
+        return Step(f"{hint}\n", reward=0.0, done=not self._left, info={"legal": hint != "?"})
+
+
+class Maze:
+    """Walk to a goal, one move a turn: U, D, L or R. A wall stops a move.
+
+    Each observation has the cell, the goal and the moves that are open, as in `b3>e5 UDL`. The maze
+    is drawn with the row's `ground_truth`, else with `group_seed`.
+    """
+
+    stop = tuple(MOVES)
+
+    def __init__(self, *, size: int = 5, walls: float = 0.0, turns: int = 20) -> None:
+        self._size, self._walls, self._left = size, walls, turns
+        self._cell: Cell = (0, 0)
+        self._goal: Cell = (0, 0)
+        self._closed: set[tuple[Cell, Cell]] = set()
+
+    def reset(self, ground_truth: Any = None, group_seed: int = 0) -> str:
+        """Draw the maze, the start and the goal."""
+        random = Random(group_seed if ground_truth is None else str(ground_truth))
+        cells = [(x, y) for y in range(self._size) for x in range(self._size)]
+        self._cell, self._goal = random.sample(cells, 2)
+        self._closed = _closed(cells, random, self._walls)
+        return f"{self._shown()}\n"
+
+    def step(self, action: str) -> Step:
+        """Move."""
+        self._left -= 1
+        move = re.search(r"[UDLR]", action)
+        if move is not None and (to := self._open().get(move[0])) is not None:
+            self._cell = to
+        arrived = self._cell == self._goal
+        done = arrived or not self._left
+        return Step(f"\n{self._shown()}\n", reward=float(arrived), done=done)
+
+    def _open(self) -> dict[str, Cell]:
+        """The moves that no wall stops."""
+        x, y = self._cell
+        cells = {move: (x + right, y + down) for move, (right, down) in MOVES.items()}
+        inside = range(self._size)
+        return {
+            move: cell
+            for move, cell in cells.items()
+            if cell[0] in inside and cell[1] in inside and (self._cell, cell) not in self._closed
+        }
+
+    def _shown(self) -> str:
+        here, goal = (f"{chr(ord('a') + x)}{y + 1}" for x, y in (self._cell, self._goal))
+        return f"{here}>{goal} {''.join(self._open())}"
+
+
+def _closed(cells: list[Cell], random: Random, share: float) -> set[tuple[Cell, Cell]]:
+    """Walls, in both directions: a share of those outside of a tree that reaches all cells."""
+    rest, edges = set(cells), []
+    for x, y in cells:
+        edges += [((x, y), cell) for cell in ((x + 1, y), (x, y + 1)) if cell in rest]
+    random.shuffle(edges)
+    tree = {cell: cell for cell in cells}
+
+    def root(cell: Cell) -> Cell:
+        while tree[cell] != cell:
+            cell = tree[cell]
+        return cell
+
+    spare: list[tuple[Cell, Cell]] = []
+    for one, other in edges:
+        if root(one) == root(other):
+            spare.append((one, other))
+        tree[root(one)] = root(other)
+    walls = spare[: round(share * len(spare))]
+    return {wall for one, other in walls for wall in ((one, other), (other, one))}

@@ -1,0 +1,73 @@
+"""The record of one answer of several turns: what the policy sampled, and what it observed."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl_llm.agents.call_formats import Call
+
+StopReason = Literal[
+    "completed",  # an answer without a call
+    "env_done",  # the environment is done
+    "max_turns",
+    "max_tool_calls",
+    "max_tokens",  # the response is full
+    "max_turn_tokens",  # a turn was cut
+    "context_overflow",  # an observation does not fit
+    "parse_error",  # too many turns in a row whose calls cannot be run
+    "timeout",  # a tool or an environment ran too long, again after a retry
+    "failed",  # an environment or its process failed, again after a retry
+    "aborted",  # the run ended it
+]
+UNGRADED = ("timeout", "failed", "aborted")  # these say nothing about the policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn of the model: sampled ids, and what followed."""
+
+    start: int  # place in the response
+    end: int
+    calls: tuple[Call, ...] = ()
+    num_failed: int = 0  # calls whose result is an error
+    num_cut: int = 0  # results that lost their middle
+    reward: float | None = None  # the environment's, for this turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One answer. The response is all after the prompt, sampled and observed."""
+
+    id: str  # step and sample; rows of one trajectory share it
+    sample: int  # number of the sample in its step
+    group: int  # number of its prompt in the step
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...] = ()
+    mask: tuple[int, ...] = ()  # 1 for a sampled id, 0 for an observed one
+    logprobs: tuple[float, ...] = ()  # 0 where the mask is 0
+    versions: tuple[int, ...] = ()  # version of the policy that sampled each id; -1 at mask 0
+    turns: tuple[Turn, ...] = ()
+    final_reward: float | None = None  # reward that the environment gave at the end
+    stop_reason: StopReason = "completed"
+    failure: str = ""  # kind and message of a failure
+    num_retries: int = 0
+    differs: bool = False  # the environment, made again, answered otherwise
+    messages: tuple[dict[str, Any], ...] = ()  # the conversation, with prompt
+    text: str = ""  # last turn, without thinking and special tokens
+    tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for tools
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is no answer of the policy: it is left out of the loss and of its group."""
+        return self.stop_reason in UNGRADED
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit of tokens ended it."""
+        return self.stop_reason in ("max_tokens", "max_turn_tokens", "context_overflow")
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the environment's rewards; None where it gave none."""
+        rewards = [turn.reward for turn in self.turns] + [self.final_reward]
+        given = [reward for reward in rewards if reward is not None]
+        return sum(given) if given else None

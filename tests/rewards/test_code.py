@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sandboxed import needs_sandbox
 
 from jaxrl_llm import config as c
 from jaxrl_llm.rewards.code import (
@@ -16,7 +17,6 @@ from jaxrl_llm.rewards.code import (
     Program,
     code,
     extract_code,
-    prepare,
     read_truth,
     same_output,
 )
@@ -25,18 +25,6 @@ from jaxrl_llm.sandbox.box import Limits, Sandbox
 from jaxrl_llm.sandbox.processes import descendants
 from jaxrl_llm.sandbox.values import Foreign, decode, encode, no_object
 from jaxrl_llm.types import Completion, Prompt
-
-
-def unavailable():
-    try:
-        prepare()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-REASON = unavailable()
-needs_sandbox = pytest.mark.skipif(bool(REASON), reason=REASON or "has namespaces")
 
 
 def block(source):

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_code import needs_sandbox
+from sandboxed import needs_sandbox
 
 from jaxrl_llm.rewards.code import code
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sandboxed import needs_sandbox
 
-from jaxrl_llm.rewards.code import code, prepare
+from jaxrl_llm.rewards.code import code
 from jaxrl_llm.sandbox.box import Limits, Sandbox
 from jaxrl_llm.sandbox.processes import descendants
 
@@ -22,16 +23,7 @@ SMALL = Limits(seconds=0.5, memory_mb=150, processes=8, tmp_mb=4, output_kb=64)
 LIBC = "import ctypes, errno\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 
-def unavailable():
-    try:
-        prepare()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-REASON = unavailable()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "has namespaces")
+pytestmark = needs_sandbox
 
 
 @pytest.fixture(scope="module", autouse=True)

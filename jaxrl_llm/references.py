@@ -187,7 +187,7 @@ def call(path: str, function: Callable[..., Any], *arguments: Any, **settings: A
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether `path` can only be a model on a hub: owner/name, and there is no folder owner."""
+    """True if `path` can only be a model on a hub: owner/name, and there is no folder owner."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not is_folder(Path(path).parent)
 
 

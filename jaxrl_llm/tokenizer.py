@@ -82,7 +82,7 @@ class Tokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """True if conversations can be rendered."""
         ...
 
     @property
@@ -343,7 +343,7 @@ class HFTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the directory has a chat template."""
+        """True if the directory has a chat template."""
         return self._tokenizer.chat_template is not None
 
     @property

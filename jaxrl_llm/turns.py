@@ -101,7 +101,7 @@ class _Form:
 
     @property
     def writes_calls(self) -> bool:
-        """Whether the template writes tool_calls."""
+        """True if the template writes tool_calls."""
         return self.text_arguments or self.object_arguments
 
 
@@ -438,7 +438,7 @@ class Turns:
         return replace(form, results=any(written) or None in written and False not in written)
 
     def _writes(self, messages: Sequence[Message], text: str) -> bool | None:
-        """Whether the template writes a text; None where it refuses the messages."""
+        """True if the template writes a text; None where it refuses the messages."""
         try:
             return text in self._plain(messages)
         except ValueError:

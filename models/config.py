@@ -257,7 +257,7 @@ class ModelConfig:
         return tuple((window, table(i)) for i, window in enumerate(self.sliding_window))
 
     def is_linear(self, layer: int) -> bool:
-        """Whether the layer has a gated delta rule in place of attention."""
+        """True if the layer has a gated delta rule in place of attention."""
         return self.delta is not None and (layer + 1) % self.delta.period != 0
 
     @property
@@ -287,7 +287,7 @@ class ModelConfig:
         return None if mixture is None or layer < mixture.dense_layers else mixture
 
     def splits_alike(self, groups: int) -> bool:
-        """Whether so many equal groups of layers have the same kinds of layers in the same order.
+        """True if so many equal groups of layers have the same kinds of layers in the same order.
 
         Leading dense layers are in none of them.
         """

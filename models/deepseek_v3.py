@@ -146,7 +146,7 @@ def _attention_names(config: ModelConfig, latent: Latent, path: Path, prefix: st
 
 
 def predicts_further(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor belongs to a multi-token prediction layer."""
+    """True if a tensor belongs to a multi-token prediction layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= config.num_layers
 

@@ -11,7 +11,7 @@ def round_rows(rows: int, devices: int) -> int:
 
 
 def exchanges_rows(tokens: int, experts_of_token: int, devices: int, itemsize: int) -> bool:
-    """Whether one round moves fewer bytes than a gather of all tokens does.
+    """True if one round moves fewer bytes than a gather of all tokens does.
 
     `tokens` counts the tokens of a device, and `itemsize` is their dtype's. A round brings each
     device `round_rows` rows of inputs from every other one, and as many outputs. A gather brings

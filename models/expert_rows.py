@@ -252,7 +252,7 @@ def low_rank_of_all(x_M: jax.Array, a: jax.Array, b: jax.Array, sizes_E: jax.Arr
 
 
 def _chosen(rows: int, sizes_E: jax.Array) -> jax.Array:
-    """Whether a row is one of the `sizes_E` rows of an expert, bool [M, E]."""
+    """True if a row is one of the `sizes_E` rows of an expert, bool [M, E]."""
     ends_E, row_M1 = jnp.cumsum(sizes_E), jnp.arange(rows)[:, None]
     chosen: jax.Array = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
     return chosen

@@ -109,7 +109,7 @@ def hf_names(config: ModelConfig, kind: Kind) -> Names:
 
 
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
-    """Whether an import may ignore this tensor, which `hf_names` does not list.
+    """True if an import may ignore this tensor, which `hf_names` does not list.
 
     Files of DeepSeek-V3 and of hybrid families have multi-token prediction layers.
     Old files store the rope frequencies. Some tied models store the head a second time. A scalar

@@ -123,7 +123,7 @@ def weights_when_due(
 
 
 def is_frozen(module: Any) -> bool:
-    """Whether a part of the parameters, arrays or their shapes, is a projection in float8."""
+    """True if a part of the parameters, arrays or their shapes, is a projection in float8."""
     return isinstance(module, dict) and getattr(module.get(KERNEL), "dtype", None) == FLOAT8
 
 

@@ -43,7 +43,7 @@ class HFTensor:
 
     @property
     def is_part(self) -> bool:
-        """Whether their tensor holds other parameters of ours too."""
+        """True if their tensor holds other parameters of ours too."""
         return self.of_rows is not None or self.of_turns > 1
 
     @property

@@ -211,7 +211,7 @@ class Float8Projection(Layer):
 
 
 def is_float8(form: Form) -> bool:
-    """Whether projections are in float8 for generation; frozen ones are not meant."""
+    """True if projections are in float8 for generation; frozen ones are not meant."""
     return form in ("float8", "float8_separate")
 
 

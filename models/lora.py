@@ -54,22 +54,22 @@ class Lora:
 
     @property
     def merges_updates(self) -> bool:
-        """Whether passes and updates compute with merged weights too, and not the sampler alone."""
+        """True if passes and updates compute with merged weights too, and not the sampler alone."""
         return self.merge and not self.dora and not self.dropout
 
     @property
     def adapts_head(self) -> bool:
-        """Whether the table of the head has an adapter."""
+        """True if the table of the head has an adapter."""
         return self._has(UNEMBEDDING)
 
     @property
     def adapts_tables(self) -> bool:
-        """Whether the head or the embedding has an adapter; updates compute it apart."""
+        """True if the head or the embedding has an adapter; updates compute it apart."""
         return self._has(UNEMBEDDING, EMBEDDING)
 
     @property
     def adapts_experts(self) -> bool:
-        """Whether experts have adapters."""
+        """True if experts have adapters."""
         return any(EXPERTS in name for name in self.modules)
 
     def _has(self, *ends: str) -> bool:

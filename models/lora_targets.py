@@ -45,7 +45,7 @@ def chosen_modules(targets: Sequence[str], tensors: Iterable[str]) -> frozenset[
 
 
 def is_stack(tensor: str) -> bool:
-    """Whether this is a tensor of weights of all experts of a layer."""
+    """True if this is a tensor of weights of all experts of a layer."""
     layer, _, end = tensor.rpartition(EXPERTS)
     return bool(layer) and end.endswith("_proj") and "." not in end
 

@@ -74,7 +74,7 @@ class RopeScaling(ABC):
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value of config.json is a finite number above 0."""
+    """True if a value of config.json is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 

@@ -1,4 +1,4 @@
-"""Whether a run of configs/ppo.py learned, read in its folder; `.ci/run` asks it of a shorter one.
+"""True if a run of configs/ppo.py learned, read in its folder; `.ci/run` asks it of a shorter one.
 
 python tests/ninety_percent.py RUN_DIR
 """

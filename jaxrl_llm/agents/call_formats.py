@@ -152,7 +152,7 @@ def _named(name: str, raw: str, arguments: Any) -> Call:
 
 
 def _looks_like_call(text: str) -> bool:
-    """Whether a bare JSON text is meant as a call, and not as an answer."""
+    """True if a bare JSON text is meant as a call, and not as an answer."""
     return bool(NAME.search(text) and ARGUMENTS.search(text))
 
 
@@ -181,7 +181,7 @@ def schema_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def has_type(value: Any, types: set[str]) -> bool:
-    """Whether a value has one of the types; True where there are none."""
+    """True if a value has one of the types; True where there are none."""
     if isinstance(value, bool) and types:
         return "boolean" in types
     if isinstance(value, float) and value.is_integer() and "integer" in types:

@@ -111,7 +111,7 @@ class ToolCallParser:
         return self.plain(self._format.split_thinking(text, self._delimiters, thinking)[1]).strip()
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends with thinking that is open."""
+        """True if a prompt ends with thinking that is open."""
         opening, closing = (self._delimiters[token] for token in self._format.thinking)
         text = self._marked(prompt[-16:])
         return text.rfind(opening) > text.rfind(closing)

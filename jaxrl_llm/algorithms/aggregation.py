@@ -41,7 +41,7 @@ def prompt_weights(mask: Float[Array, "B R"], group_ids: Int[Array, " B"]) -> Fl
 
 
 def reads_prompts(aggregate: Callable[..., Scalar]) -> bool:
-    """Whether an aggregation takes `prompt_weights`."""
+    """True if an aggregation takes `prompt_weights`."""
     return "prompt_weights" in inspect.signature(aggregate).parameters
 
 

@@ -55,7 +55,7 @@ def build_offline(settings: c.AlgorithmSettings) -> OfflineAlgorithm:
 
 
 def _compares_samples(settings: c.AlgorithmSettings) -> bool:
-    """Whether a policy loss takes means, or chooses tokens, over all samples of a micro-batch."""
+    """True if a policy loss takes means, or chooses tokens, over all samples of a micro-batch."""
     if isinstance(settings, Shared) and settings.bypass_mode:
         return True  # weights are normalised over samples
     covariance = isinstance(settings, c.ClipCov | c.KLCov)

@@ -113,7 +113,7 @@ class OfflineAlgorithm:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a function names a log-prob of the reference model."""
+        """True if a function names a log-prob of the reference model."""
         return any(name.startswith(REFERENCE) for name in self.reads)
 
     @property

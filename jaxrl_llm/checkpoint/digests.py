@@ -228,7 +228,7 @@ def _all_measured(arrays: Sequence[Any]) -> list[Measured]:
 
 
 def _is_small(x: Any) -> bool:
-    """Whether the host measures `x`. Of several processes each takes part, whoever holds it."""
+    """True if the host measures `x`. Of several processes each takes part, whoever holds it."""
     return jax.process_count() == 1 and x.size <= MOST_ON_HOST
 
 

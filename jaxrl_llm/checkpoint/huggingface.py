@@ -98,7 +98,7 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
 
 def load_model_kind(directory: str | Path) -> Kind:
-    """Whether a Hugging Face directory holds a language model or a scalar model."""
+    """True if a Hugging Face directory holds a language model or a scalar model."""
     return find_architecture(read_config_json(Path(directory)))[1]
 
 
@@ -271,7 +271,7 @@ def _checked_parts(
 
 
 def _check_kind(directory: Path, spec: ModelSpec) -> bool:
-    """Whether the score head must be made. ValueError if the directory holds another kind."""
+    """True if the score head must be made. ValueError if the directory holds another kind."""
     kind = load_model_kind(directory)
     if kind == "scalar" and spec.kind == "causal_lm":
         raise ValueError(

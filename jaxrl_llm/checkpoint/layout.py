@@ -34,7 +34,7 @@ class ModelPath:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint folder is finished: an interrupted save lacks one of these two."""
+    """True if a checkpoint folder is finished: an interrupted save lacks one of these two."""
     return (path / "_CHECKPOINT_METADATA").exists() and (path / LOOP).exists()
 
 
@@ -109,7 +109,7 @@ def find_model_path(path: str) -> ModelPath:
 
 
 def _may_hold_checkpoints(folder: Path) -> bool:
-    """Whether `folder` is a `checkpoints` folder or the folder of one step, by names alone."""
+    """True if `folder` is a `checkpoints` folder or the folder of one step, by names alone."""
     return (
         step_of(folder) is not None
         or folder.name == CHECKPOINTS

@@ -273,7 +273,7 @@ def _is_not_of_a_save(record: logging.LogRecord) -> bool:
 
 
 def _is_due(name: str, metrics: Mapping[str, Any]) -> bool:
-    """Whether a step with these metrics has `name`: held-out ones are not of every step."""
+    """True if a step with these metrics has `name`: held-out ones are not of every step."""
     held_out = next((start for start in HELD_OUT if name.startswith(start)), "")
     return not held_out or any(other.startswith(held_out) for other in metrics)
 
@@ -488,7 +488,7 @@ class _Seal:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether the digests are written, or never will be."""
+        """True if the digests are written, or never will be."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:

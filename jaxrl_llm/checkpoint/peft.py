@@ -374,7 +374,7 @@ def base_of_adapter(directory: str | Path) -> tuple[str, dict[str, str]]:
 
 
 def is_ours(directory: str | Path) -> bool:
-    """Whether the weights of a PEFT directory are of an export of ours."""
+    """True if the weights of a PEFT directory are of an export of ours."""
     try:
         return BASE_FORM in metadata_of(Path(directory) / WEIGHTS)
     except (OSError, ValueError):  # no such file, or another one under its name

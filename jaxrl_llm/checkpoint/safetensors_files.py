@@ -214,7 +214,7 @@ def read_tensors(tensors: Iterable[StoredTensor]) -> Iterator[tuple[str, np.ndar
 
 
 def is_finite(value: np.ndarray) -> bool:
-    """Whether no element is NaN or infinite.
+    """True if no element is NaN or infinite.
 
     Looks at the exponents' bits in pieces, which is several times faster than np.isfinite.
     """

@@ -38,7 +38,7 @@ JUDGE_PATTERN = r"[Ss]core\**\s*[:=][\s*]*(-?\d+(?:\.\d+)?)"
 
 
 def _is_address(text: str) -> bool:
-    """Whether a text is the address of a server."""
+    """True if a text is the address of a server."""
     try:
         parts = urlsplit(text)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -234,7 +234,7 @@ class LoraConfig(Record):
 
     @property
     def enabled(self) -> bool:
-        """Whether adapters learn, and not all weights."""
+        """True if adapters learn, and not all weights."""
         return bool(self.rank or self.path)
 
 
@@ -551,7 +551,7 @@ class Config(Record):
 
 
 def is_offline(config: Config) -> bool:
-    """Whether the run learns from fixed records."""
+    """True if the run learns from fixed records."""
     return config.algorithm.offline
 
 

@@ -94,7 +94,7 @@ class Sources:
     key: str = ""  # config key of the files and tasks, for messages; "" follows `split`
 
     def are_empty(self) -> bool:
-        """Whether nothing gives rows. Loads `dataset_class` where the answer depends on it."""
+        """True if nothing gives rows. Loads `dataset_class` where the answer depends on it."""
         if self.rows is not None or self.files or self.tasks:
             return False
         return not self.dataset_class or (

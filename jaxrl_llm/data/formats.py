@@ -130,7 +130,7 @@ def detect_format(row: Mapping[str, Any], purpose: str) -> str | None:
 
 
 def _has_types(row: Mapping[str, Any], kind: str, purpose: str) -> bool:
-    """Whether the values tell a format from another with the same columns."""
+    """True if the values tell a format from another with the same columns."""
     label, rating = row.get("label"), row.get("rating")
     judged = isinstance(label, bool) or purpose == "unpaired" and label in (0, 1)
     if kind == "unpaired_preference":
@@ -282,7 +282,7 @@ def _pair(row: Mapping[str, Any], kind: str) -> tuple[Any, list[_Content]]:
 
 
 def _repeats(answer: list[dict[str, Any]], prompt: list[dict[str, Any]]) -> bool:
-    """Whether an answer is a whole conversation that begins with the prompt."""
+    """True if an answer is a whole conversation that begins with the prompt."""
     asked = [message for message in prompt if message["role"] != "system"]
     start = int(answer[0]["role"] == "system")
     return bool(asked) and answer[start : start + len(asked)] == asked
@@ -530,7 +530,7 @@ def _split_common(chosen: _Content, rejected: _Content) -> tuple[Any, list[_Cont
 
 
 def _looks_like_object(value: Any) -> bool:
-    """Whether a column holds an object, or text that begins like a JSON object."""
+    """True if a column holds an object, or text that begins like a JSON object."""
     if isinstance(value, bytes):
         return value.lstrip().startswith(b"{")
     return isinstance(value, dict) or isinstance(value, str) and value.lstrip().startswith("{")
@@ -604,5 +604,5 @@ def _number(value: Any, column: str) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether `value` is a finite number. True and false do not count as numbers."""
+    """True if `value` is a finite number. True and false do not count as numbers."""
     return not isinstance(value, bool) and isinstance(value, int | float) and value - value == 0

@@ -76,7 +76,7 @@ def _shape(config: Config) -> Shape:
 
 
 def has_held_out(config: Config) -> bool:
-    """Whether the config gives validation data."""
+    """True if the config gives validation data."""
     return not held_out_sources(config).are_empty()
 
 

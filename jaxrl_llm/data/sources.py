@@ -129,7 +129,7 @@ def parse_json(text: str) -> Any:
 
 
 def takes_split(dataset_class: Callable[..., Any]) -> bool:
-    """Whether the class (or function) has a parameter `split`, so that it can give two splits."""
+    """True if the class (or function) has a parameter `split`, so that it can give two splits."""
     try:
         parameters = inspect.signature(dataset_class).parameters
     except ValueError:  # some classes written in C have no signature

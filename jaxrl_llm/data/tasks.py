@@ -116,7 +116,7 @@ def problem_space(name: str, settings: dict[str, Any] | None = None) -> ProblemS
 
 
 def is_held_out(problem: Problem) -> bool:
-    """Whether a problem is held out. Depends on its text only."""
+    """True if a problem is held out. Depends on its text only."""
     digest = hashlib.blake2b(problem.plain.encode(), digest_size=8).digest()
     return int.from_bytes(digest) % HELD_OUT_SHARE == 0
 

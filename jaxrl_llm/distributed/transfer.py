@@ -26,17 +26,17 @@ _met: set[tuple[Devices, Devices]] = set()  # groups between which something has
 
 
 def takes_part(mesh: Mesh) -> bool:
-    """Whether this process holds a device of the mesh, and so enters its programs."""
+    """True if this process holds a device of the mesh, and so enters its programs."""
     return jax.process_index() in processes_of(mesh.devices.flat)
 
 
 def holds(sharding: Sharding) -> bool:
-    """Whether this process holds a device of the sharding."""
+    """True if this process holds a device of the sharding."""
     return jax.process_index() in processes_of(sharding.device_set)
 
 
 def spread(meshes: Collection[Mesh]) -> bool:
-    """Whether these are several groups of devices of several processes."""
+    """True if these are several groups of devices of several processes."""
     holders = {process for mesh in meshes for process in processes_of(mesh.devices.flat)}
     return len(meshes) > 1 and len(holders) > 1
 

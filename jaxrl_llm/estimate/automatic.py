@@ -64,7 +64,7 @@ def shares(count: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def in_order(nodes: Sequence[Sequence[int]]) -> bool:
-    """Whether the devices of each node follow the node before it."""
+    """True if the devices of each node follow the node before it."""
     return [number for node in nodes for number in node] == list(range(sum(map(len, nodes))))
 
 

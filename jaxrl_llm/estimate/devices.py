@@ -36,7 +36,7 @@ class Devices:
 
     @property
     def switches(self) -> bool:
-        """Whether generation uses another layout of the weights than they are stored in."""
+        """True if generation uses another layout of the weights than they are stored in."""
         return not self.shards == self.mesh.tensor == self.tensor("generate")
 
     def tensor(self, does: str) -> int:

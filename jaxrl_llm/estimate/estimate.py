@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def generates_ahead(self) -> bool:
-        """Whether samples are generated while the step learns, on devices of their own."""
+        """True if samples are generated while the step learns, on devices of their own."""
         return ROLLOUT in self.apart and self.work.config.max_staleness > 0
 
     @cached_property
@@ -137,7 +137,7 @@ def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None =
 
 
 def in_place(job: Job, apart: Mapping[str, Devices]) -> bool:
-    """Whether generation finds its weights in place."""
+    """True if generation finds its weights in place."""
     return job.does == "generate" and ROLLOUT in apart
 
 

@@ -133,7 +133,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def _allowed(work: Work, mesh: MeshConfig, per_host: int) -> bool:
-    """Whether the heads, the layers and the batch divide, and neighbours share a host."""
+    """True if the heads, the layers and the batch divide, and neighbours share a host."""
     if mesh.sequence * mesh.tensor > per_host:
         return False
     for model in work.models.values():

@@ -303,7 +303,7 @@ def _decode_seconds(
 
 
 def _whole_tiles(config: ModelConfig, tensor: int) -> bool:
-    """Whether the grouped matmuls read float8 experts as they are; False without experts.
+    """True if the grouped matmuls read float8 experts as they are; False without experts.
 
     `tensor` devices have a part of each expert.
     """

@@ -159,7 +159,7 @@ class Plan:
         return self.phases[bisect_right(firsts, step) - 1]
 
     def begins_program(self, step: int) -> bool:
-        """Whether `step` is the first that runs a program, and so may compile."""
+        """True if `step` is the first that runs a program, and so may compile."""
         return any(phase.first_step == step for phase in self.phases)
 
     def enter(self, step: int, states: States) -> States:

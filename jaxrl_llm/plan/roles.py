@@ -521,7 +521,7 @@ def reference_role(
 
 
 def replays_routes(config: Config, actor: Role) -> bool:
-    """Whether the actor's tokens take the experts in its passes that they had in the rollout."""
+    """True if the actor's tokens take the experts in its passes that they had in the rollout."""
     return config.rollout.routing_replay and actor.spec.config.mixture is not None
 
 

@@ -244,7 +244,7 @@ class StalePrograms(RuntimeError):
 
 
 def times_kernels() -> bool:
-    """Whether XLA chooses kernels by timing them on the device."""
+    """True if XLA chooses kernels by timing them on the device."""
     return jax.default_backend() == "gpu"
 
 

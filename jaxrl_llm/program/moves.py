@@ -22,7 +22,7 @@ class Moves:
         return {name: self._field(mesh, name, field) for name, field in fields.items()}
 
     def is_there(self, mesh: Mesh, name: str, field: Any) -> bool:
-        """Whether `to` would move nothing."""
+        """True if `to` would move nothing."""
         there = field.sharding.device_set == batch_sharding(mesh).device_set
         return there or self._moved.get((name, mesh), (None, None))[0] is field
 

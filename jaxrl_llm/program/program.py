@@ -286,7 +286,7 @@ class Program:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether the program that `trace` began to compile is in the compile cache."""
+        """True if the program that `trace` began to compile is in the compile cache."""
         return self._compilers.reads_cache
 
     def begin_stored(self, states: States, batch: Batch, start: Start) -> bool:

@@ -59,7 +59,7 @@ class Progress(Generic[B]):
             self.metrics = joined(self.metrics, _begun(segment, by_stage, self.step))
 
     def is_busy(self, mesh: Mesh) -> bool:
-        """Whether a segment is in flight on `mesh`. It does not depend on the clock."""
+        """True if a segment is in flight on `mesh`. It does not depend on the clock."""
         return mesh in self._in_flight
 
     def end(self, segment: Segment, results: Results, mesh: Mesh) -> Results:

@@ -70,7 +70,7 @@ class StoredPrograms:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def has(self, name: str) -> bool:
-        """Whether there is a file; False where the folder may not be read."""
+        """True if there is a file; False where the folder may not be read."""
         try:
             return bool(name) and self._file(name).is_file()
         except OSError:

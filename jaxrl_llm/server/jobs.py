@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes."""
+        """True if nothing more comes."""
         return self.finish_reason is not None or self.error is not None
 
     @property
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether all choices are made."""
+        """True if all choices are made."""
         return bool(self.choices) and all(choice.ended for choice in self.choices)
 
     @property

@@ -134,7 +134,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _goes_on(file: Path, holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the run that wrote the file still runs, where flock did not say so."""
+    """True if the run that wrote the file still runs, where flock did not say so."""
     # One kernel and one mount: it would still hold the lock that this process has now.
     known = own["kernel"] and own["device"] is not None
     if not known or any(holder.get(key) != own[key] for key in ("kernel", "device")):

@@ -56,7 +56,7 @@ def _set(node: Any, parts: list[str], text: Any, key: str, root: Record) -> Any:
 
 
 def _is_only_entry(text: Any, annotation: Any) -> bool:
-    """Whether text is all of a list of texts, as in tuple[str, ...]. It may be a new line."""
+    """True if text is all of a list of texts, as in tuple[str, ...]. It may be a new line."""
     entry = next(iter(get_args(annotation)), None) if get_origin(annotation) is tuple else None
     of_texts = entry is str or get_args(entry)[:1] == (str,)
     return of_texts and isinstance(text, str) and not text.strip().startswith(ENCLOSING)

@@ -60,7 +60,7 @@ def described(record: Kind) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a key holds nothing: null, or an empty text, list or dict."""
+    """True if a key holds nothing: null, or an empty text, list or dict."""
     return value in (None, "", (), [], {})
 
 

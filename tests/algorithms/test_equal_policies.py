@@ -1,7 +1,7 @@
 """Every loss, KL and weight where two policies are equal bit for bit, and exactly on each bound.
 
 A run begins with policy = reference, and each first mini-batch has policy = old policy = sampler.
-The expected values and gradients are worked out by hand. On a bound they are those of torch.
+The expected values and gradients are worked out by hand. On a bound they are torch's.
 """
 
 from functools import partial

@@ -40,7 +40,7 @@ def test_pass_at_k_by_hand(checked):
     plain, _ = compiled(checked(group_advantages.grpo_passk), *arrays, norm_adv_by_std=False)
     np.testing.assert_allclose(plain, on_tokens([0.5, 0, 0, 0, 0.6]), atol=1e-6)
     by_std, _ = compiled(group_advantages.grpo_passk, *arrays)
-    # The deviation of 1, 0, 0.5 is 0.5; that of 0.2, 0.8 is 0.424.
+    # The deviation of 1, 0, 0.5 is 0.5; of 0.2, 0.8 it is 0.424.
     np.testing.assert_allclose(by_std, on_tokens([1, 0, 0, 0, 0.6 / 0.424264]), rtol=1e-4)
     tie = np.float32([[1.0], [1.0], [0.0]])
     one_group = np.ones_like(tie), np.zeros(3, np.int32)

@@ -31,7 +31,7 @@ VALUES = {
     kl_k3: [[np.exp(-0.5) + 0.5 - 1, np.exp(1.0) - 1 - 1, 0.0]],
     kl_k3_unclamped: [[np.exp(-0.5) + 0.5 - 1, np.exp(1.0) - 1 - 1, 0.0]],
 }
-GRADIENTS = {  # with respect to logprobs; that of abs is 0 at 0, as torch's
+GRADIENTS = {  # with respect to logprobs; abs has 0 at 0, as in torch
     kl_k1: [[1.0, 1.0, 1.0]],
     kl_abs: [[1.0, -1.0, 0.0]],
     kl_k2: [[0.5, -1.0, 0.0]],

@@ -59,7 +59,7 @@ def test_equal_logprobs_give_ratio_one_and_kl_zero_exactly():
     assert not np.signbit(metrics["actor/ppo_kl"]).any()
     np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], 0.0)
     gradient = jax.grad(lambda x: ppo_clip(x, logprobs, advantages, mask)[0].sum())(logprobs)
-    np.testing.assert_array_equal(gradient, -advantages)  # that of REINFORCE
+    np.testing.assert_array_equal(gradient, -advantages)  # REINFORCE's
 
 
 @pytest.mark.parametrize(("low", "high", "c"), [(0.2, 0.2, 3.0), (0.1, 0.4, 1.5)])

@@ -207,7 +207,7 @@ def test_what_clip_cov_draws_is_held_fixed_in_its_gradient():
     """The finite differences above hold the draw of the point; a step of 1e-6 would change it.
 
     Here that there is a draw to hold: some eligible tokens are drawn and some are not, the first
-    have no gradient at all and the others that of PPO; a batch moved by less than they step by
+    have no gradient at all and the others PPO's; a batch moved by less than they step by
     draws other tokens.
     """
     arrays = case()

@@ -217,7 +217,7 @@ def test_two_policies_weigh_and_reject_in_the_update():
     def loss(x):
         return algorithm.policy_loss(x, advantages, mask, rollout)
 
-    # token_k2 rejects the ratio 9: log(9)^2 / 2 = 2.4; those of 0.5 and 1.25 stay
+    # token_k2 rejects the ratio 9: log(9)^2 / 2 = 2.4; the ratios 0.5 and 1.25 stay
     kept = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
     found, metrics = loss(old)
     np.testing.assert_allclose(found, -old * advantages * RATIO * kept, rtol=1e-5)

@@ -54,7 +54,7 @@ def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
         model = tiny_config(family, vocab_size=104, tie_word_embeddings=True, **more)
         directory = write_directory(folder / "model", model)
         write_chat_tokenizer(directory)
-        # A character a token: prompts of the stand-in are longer than those of a real tokenizer.
+        # A character a token: prompts of the stand-in are longer than a real tokenizer's.
         length = 4 * config.data.max_prompt_length
         changes += [("actor.path", str(directory)), ("data.max_prompt_length", str(length))]
     if config.data.tokenizer not in ("", "char"):

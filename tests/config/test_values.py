@@ -32,7 +32,7 @@ def records(cls: type = Record) -> set[type]:
 
 
 def accepts(cls: Any, name: str, value: Any) -> bool:
-    """Whether the field alone takes the value."""
+    """True if the field alone takes the value."""
     try:
         validate(cls, {name: value})
     except ValidationError as error:

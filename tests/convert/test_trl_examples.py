@@ -19,7 +19,7 @@ def converted(command: str, rows: int = 0, devices: int = 0) -> Conversion:
 @pytest.mark.parametrize("example", KNOWN, ids=lambda e: e["name"])
 def test_nine_of_ten_keys_of_an_example_are_known(example):
     found = convert_trl(words_of(example), rows=10_000, devices=8)
-    _, words = example["command"].split(".py", 1)  # those of the launcher stand before
+    _, words = example["command"].split(".py", 1)  # the launcher's own stand before
     assert len(found.keys) == words.count(" --")
     open_keys = [k.key for k in found.of_kind(NoCounterpart)]
     assert len(open_keys) <= 0.1 * len(found.keys), open_keys

@@ -119,7 +119,7 @@ def test_the_clip_of_dppo_bounds_a_divergence():
     loss = "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl "
     ends = "actor_rollout_ref.actor.clip_ratio_low=0.05 actor_rollout_ref.actor.clip_ratio_high=0.1"
     found = converted("algorithm.adv_estimator=grpo " + loss + ends).config.algorithm
-    # verl's own default of the bound on the ratio, 3, and not that of the paper.
+    # verl's own default of the bound on the ratio, 3, and not the paper's.
     assert found == c.DPPOKL(divergence_low=0.05, divergence_high=0.1, clip_c=3.0)
 
 

@@ -101,7 +101,7 @@ def test_bad_json_lines_keep_their_place_and_say_why(tmp_path):
 
 
 def test_json_lines_that_change_while_they_are_read(tmp_path):
-    """Streamed rows were silently those of another file with lines of the same lengths."""
+    """Streamed rows silently came from another file with lines of the same lengths."""
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     rows = open_rows(DataFile(str(path), "jsonl"))
     assert len(list(rows.read(0, 9))) == len(ROWS)

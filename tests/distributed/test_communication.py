@@ -237,7 +237,7 @@ def test_groups_that_are_no_axis_are_kept(mesh):
     }
 
 
-# A program for GPUs, with the forms that the CPU has not. Its sizes are those of the first test.
+# A program for GPUs, with the forms that the CPU has not. Its sizes are the first test's.
 GPU = """HloModule jit_iteration, is_scheduled=true
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -308,7 +308,7 @@ def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
         states, _, metrics = run_step(iteration, states, step)
         with count_compilations() as counter:
             found = report.measured(step, None, metrics)
-        assert counter.count == 0, counter.names  # the text is that of the program that ran
+        assert counter.count == 0, counter.names  # the text belongs to the program that ran
     rows = {(r.row.stage, r.row.axis, r.row.kind): r.totals for r in report.rows}
     assert {stage for stage, _, _ in rows} <= {stage.name for stage in iteration.stages}
     assert {axis for _, axis, _ in rows} <= {"fsdp", "tensor", "fsdp+tensor"}

@@ -50,7 +50,7 @@ def operands(routing, dtype=jnp.float32, rows=B):
     chosen = np.argsort(rng.normal(size=(rows, T, E)))[..., :K]
     if routing == "all to one":  # the others of a token are its padding
         chosen = np.broadcast_to([5, E, E], (rows, T, K))
-    if routing == "all to one device":  # of those of two experts
+    if routing == "all to one device":  # which has two experts
         chosen = np.broadcast_to([4, 5, E], (rows, T, K))
     if routing == "padding":
         chosen = np.where(np.arange(T)[:, None] < 4, chosen, E)

@@ -1,4 +1,4 @@
-"""Experts under mixes of axes: log-probs, router losses and gradients equal those of one device."""
+"""Experts under mixes of axes: log-probs, router losses and gradients equal one device's."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gated delta rules under mixes of axes: log-probs and gradients equal those of one device."""
+"""Gated delta rules under mixes of axes: log-probs and gradients equal one device's."""
 
 import functools
 from typing import Any
@@ -40,7 +40,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def batch() -> dict[str, Any]:
-    """Samples of uneven lengths; those of a group answer one prompt."""
+    """Samples of uneven lengths; a group answers one prompt."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, R + 1, N)
     prompts = rng.integers(8, 24, (N // GROUP, P)), rng.integers(1, P + 1, N // GROUP)

@@ -135,7 +135,7 @@ def test_losses_gradients_and_values():
 
 
 def test_gradient_of_the_head_in_bfloat16():
-    """The partitioner's sums in bfloat16 compile on CPUs, those of a shard_map do not."""
+    """The partitioner's sums in bfloat16 compile on CPUs, a shard_map's do not."""
     rng = np.random.default_rng(2)
     hidden = rng.normal(size=(16, 4, 8)).astype(jnp.bfloat16)
     weight = rng.normal(size=(32, 8)).astype(jnp.bfloat16)

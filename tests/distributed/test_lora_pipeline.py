@@ -1,4 +1,4 @@
-"""Adapters in the stages of a pipeline: iterations, steps and passes equal those of one device."""
+"""Adapters in the stages of a pipeline: iterations, steps and passes equal one device's."""
 
 import functools
 from dataclasses import replace
@@ -133,7 +133,7 @@ def test_the_inputs_of_each_micro_batch_are_dropped_by_a_mask_of_its_own():
 
     def alone(params):
         found = []
-        for number, rows in enumerate(jnp.split(tokens, 2)):  # those of a stage
+        for number, rows in enumerate(jnp.split(tokens, 2)):  # a stage's rows
             model = prepare(role.spec, params | {DROPOUT: key}, ForwardSettings())
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, Adapter):

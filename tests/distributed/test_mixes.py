@@ -1,4 +1,4 @@
-"""Mixes of three axes: losses, gradient norms and updated weights equal those of one device.
+"""Mixes of three axes: losses, gradient norms and updated weights equal one device's.
 
 All are slow. `.ci/run` has PPO on the last mix.
 """

@@ -1,4 +1,4 @@
-"""Layers as a pipeline: losses, gradient norms and updated weights equal those of one device."""
+"""Layers as a pipeline: losses, gradient norms and updated weights equal one device's."""
 
 import functools
 from dataclasses import replace
@@ -76,7 +76,7 @@ one_device = functools.cache(lambda kind, num_layers: iterate(kind, num_layers, 
 
 
 def check_iteration(kind: str, num_layers: int, sizes: dict[str, int]) -> None:
-    """Samples, passes, losses and updated weights equal those of one device."""
+    """Samples, passes, losses and updated weights equal one device's."""
     batch, metrics, params = iterate(kind, num_layers, sizes)
     expected_batch, expected_metrics, expected_params = one_device(kind, num_layers)
     np.testing.assert_array_equal(batch.responses, expected_batch.responses)

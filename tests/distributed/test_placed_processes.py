@@ -39,7 +39,7 @@ def expected() -> list[dict[str, Any]]:
 
 
 def check_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Every process knows the metrics of all groups, and they are those of one."""
+    """Every process knows the metrics of all groups, and they equal one process's."""
     for each in found:
         assert [s["metrics"] for s in each["steps"]] == [s["metrics"] for s in found[0]["steps"]]
     for step, metrics in zip(found[0]["steps"][:STEPS], expected, strict=True):

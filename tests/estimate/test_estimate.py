@@ -194,7 +194,7 @@ TWO, HEADS = c.MeshConfig(fsdp=2), c.MeshConfig(tensor=2)
 
 
 def test_an_update_of_adapters_takes_the_memory_of_a_compiled_one():
-    """Compiled for H200s, 2026-11-26, as those of the next two tests."""
+    """Compiled for H200s, 2026-11-26, as in the next two tests."""
     found = planned_update("qwen2.5-7b", 4, TWO, **ADAPTERS)
     assert found == pytest.approx(6.9e9, rel=0.12)
 

@@ -31,7 +31,7 @@ def test_what_is_no_prompt(prompt: Any):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_all_batches_of_a_call_have_the_rope_of_its_longest_row(monkeypatch, batch_size):
-    """Factors of longrope depend on the longest row. A row alone would have those of short rows."""
+    """Factors of longrope depend on the longest row. A short row alone would have others."""
     scaling = LongRope(
         factor=2.0,
         short_factor=(1.0,) * 4,

@@ -31,7 +31,7 @@ def params():
 
 def prompts():
     rng = np.random.default_rng(0)
-    lengths = np.array([1, 6, 2, 4], np.int32)  # of one token: its state is that of no token
+    lengths = np.array([1, 6, 2, 4], np.int32)  # one token: its state is empty
     tokens = rng.integers(3, VOCAB, (GROUPS, P)).astype(np.int32)
     tokens = np.where(np.arange(P) < lengths[:, None], tokens, 9999)  # padding reaches nothing
     return tokens.repeat(GROUP, axis=0), lengths.repeat(GROUP)

@@ -114,7 +114,7 @@ def test_experts_of_parts_come_to_their_places():
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_responses_that_go_on_share_slots_with_new_ones(temperature):
-    """The tokens are those of two calls, each row has its own key, and fewer steps are taken."""
+    """Two calls give the same tokens, each row has its own key, and fewer steps are taken."""
     spec = model_spec(replace(model("qwen2")[0].config, max_position_embeddings=P + 2 * R))
     params = jax.tree.map(
         lambda x: x * 6 if x.ndim > 1 else x, init_params(spec, jax.random.key(3))

@@ -51,7 +51,7 @@ def rollout(params):
 
 
 def passed(params, fields, kind):
-    """Log-probs, and for each token of the rows its experts and those of the record."""
+    """Log-probs, and for each token of the rows its experts and the recorded ones."""
 
     if kind == "packed":
         assert int(ROWS[kind].split(fields).num) == 1

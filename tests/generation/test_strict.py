@@ -132,7 +132,7 @@ def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
 
 @pytest.mark.parametrize("group", [GROUP, pytest.param(1, marks=pytest.mark.slow)])
 def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, samples, group):
-    """And the gradient is that of the ordinary forward pass."""
+    """And the gradient equals the ordinary forward pass's."""
     tokens, mask, _ = samples
     arrays = tuple(map(jnp.asarray, (*prompts, tokens, mask.sum(axis=1).astype(np.int32))))
 

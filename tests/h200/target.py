@@ -40,7 +40,7 @@ needs_compiler = [
 def h200_mesh(sizes: tuple[int, int, int], **settings: Any) -> Mesh:
     """A mesh (data, fsdp, tensor) of H200s of one host that exist for the compiler only.
 
-    `settings` are those of `make_mesh`.
+    `settings` go to `make_mesh`.
     """
     others = math.prod(settings.get(axis, 1) for axis in ("sequence", "pipeline"))
     return make_mesh(*sizes, **settings, devices=compile_devices(math.prod(sizes) * others))

@@ -28,7 +28,7 @@ SMS = flash_attention.backward.SMS
 def compile_gradient(head_dim: int, part: bool = False, softcap: float | None = None) -> None:
     """Forward and gradient kernels, of packed rows with a shared prefix and of whole rows.
 
-    The packed rows' keys are divided among programs, those of whole rows are not, as in many rows.
+    The packed rows' keys are divided among programs, whole rows' are not, as in many rows.
     """
     flash_attention.backward.SMS = SMS
 
@@ -36,7 +36,7 @@ def compile_gradient(head_dim: int, part: bool = False, softcap: float | None = 
         visibility = packed_visibility(segments, prefixes)
         how = {"softcap": softcap, "implementation": "pallas"}
         out = attention(q, k, v, visibility=visibility, **how)
-        # The schedules of packed rows are made by now, those of whole ones in the backward pass.
+        # The schedules of packed rows are made by now, whole rows' in the backward pass.
         flash_attention.backward.SMS = 0
         whole = attention(q, k, v, **how)
         return jnp.sum(out.astype(jnp.float32) ** 2 + whole.astype(jnp.float32) ** 2)
@@ -64,7 +64,7 @@ def test_forward_and_gradient_fit_registers_and_shared_memory(head_dim):
     # Forward, dq, dk and dv by one kernel or, where they fill the registers, by two; and the sums
     # of the parts of the packed rows' dk and dv.
     calls, kernels = [f"compile_gradient({head_dim})"], 10 if head_dim == 256 else 8
-    if head_dim in (64, 128):  # those of a part of the queries, in the same process
+    if head_dim in (64, 128):  # a part of the queries, in the same process
         calls.append(f"compile_gradient({head_dim}, part=True)")
         kernels += 5
     fits(head_dim, kernels, "; ".join(calls))

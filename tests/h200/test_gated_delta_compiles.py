@@ -119,7 +119,7 @@ def test_a_prefill_keeps_the_chunks_of_one_layer():
 
 
 def operations(program):
-    """Those of a gradient, which are deterministic."""
+    """The operations of a gradient, all deterministic."""
     found = set(re.findall(r" (\w[\w-]*)\(", program.as_text()))
     assert "fusion" in found
     assert not found & {"scatter", "sort", "select-and-scatter"}
@@ -191,7 +191,7 @@ def test_devices_that_share_a_row_have_all_tokens_of_some_heads():
     states = ",".join(map(str, (T // 64, 1, 1, H, 1, V)))
     kernels = outputs_of(program, "gated_delta_scan")
     assert len(kernels) == 2 and all(f"f32[{states}]" in shapes for shapes in kernels)
-    # A sum needs no outputs: none go back, only their gradients, and those of what came.
+    # A sum needs no outputs: none go back, only their gradients, and the gradients of what came.
     exchanges = re.findall(r" all-to-all(?:-start)?\(", program.as_text())
     assert len(exchanges) == 2 * 2 + 1
     assert "all-gather" not in operations(program)

@@ -153,7 +153,7 @@ def text(program):
 
 @pytest.fixture(scope="module")
 def decode_bodies(text, case):
-    """Those of decode steps: of all slots, then of the tails."""
+    """Loops of decode steps: of all slots, then of the tails."""
     inner = innermost_loops(text)
     assert len(inner) == 1 + len(case.tails)
     return inner
@@ -274,7 +274,7 @@ def test_a_step_joins_no_weights_where_adapters_are_computed_apart():
     (body,) = innermost_loops(text)
     made = re.compile(rf"= bf16\[{ONE_LAYER.hidden_size},\d+\]\S* (?:fusion|concatenate)\(")
     assert [line for line in body if made.search(line)] == []
-    assert sum("__cublas" in line for line in body) > 7  # the base's, and those of adapters
+    assert sum("__cublas" in line for line in body) > 7  # the base's, and the adapters'
 
 
 def test_a_bias_is_added_by_its_product():

@@ -68,6 +68,6 @@ def test_moments_visit_the_card_in_turn(fsdp, num_epochs):
     assert away.host_argument_size_in_bytes == moments == away.host_alias_size_in_bytes
     assert away.host_temp_size_in_bytes == 0
     assert abs(away.argument_size_in_bytes - whole) < small
-    # At most those of three parameters are on the card, on the way in or out.
+    # At most three parameters' moments are on the card, on the way in or out.
     more = away.temp_size_in_bytes - there.temp_size_in_bytes
     assert more <= 3 * 2 * SIZE / fsdp + small

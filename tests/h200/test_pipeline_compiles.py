@@ -12,7 +12,7 @@ from jaxrl_llm.config import MeshConfig
 
 pytestmark = needs_compiler
 
-# Two layers a stage, which is enough to tell a gather of one layer from that of a stage. No weight
+# Two layers a stage, which is enough to tell a gather of one layer from a stage's. No weight
 # has as many elements as an activation.
 LAYERS = replace(
     CONFIG, num_layers=8, vocab_size=8192, intermediate_size=3072, sliding_window=(None,) * 8

@@ -135,7 +135,7 @@ def test_on_four_cards(sizes):
 
 @pytest.mark.slow
 def test_gradients_are_summed_over_data_once():
-    """Behind the loop over micro-batches, by a program that is otherwise that of one card."""
+    """Behind the loop over micro-batches, by a program that is otherwise a single card's."""
     compiled = update((2, 1, 1))
     axes = MeshAxes(names=("data",), sizes=(2,))
     sums = [x for x in collectives(compiled.as_text(), axes, []) if x.kind == "all-reduce"]

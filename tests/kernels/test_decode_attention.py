@@ -312,7 +312,7 @@ def test_a_cta_goes_through_several_tile_jobs(
 
 
 def races_but_for_new_entries(printed: str) -> list[str]:
-    """What the interpreter reports as races, without those of a new entry with its own block.
+    """What the interpreter reports as races, without a new entry's with its own block.
 
     A CTA writes it to its page while it loads the block, and replaces the row in what was
     loaded, whatever came (`Pipeline.write_newest`). Only jax 0.11 sees that.
@@ -487,7 +487,7 @@ def test_float8_reference_and_xla():
 
 
 def test_a_schedule_of_other_caches_is_refused():
-    """Its splits would not be those of the call: some would be merged that nothing wrote."""
+    """Its splits would differ from the call's: some would be merged that nothing wrote."""
     case = Case([0, 0], [64, 64], [512, 512], G=8, K=1, P=64, R=512)
     larger = Case([0, 0], [64, 64], [512, 512], G=8, K=1, P=64, R=1024)
     for schedule in (

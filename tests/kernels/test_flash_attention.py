@@ -143,7 +143,7 @@ def test_a_prompt_shared_by_three_responses_and_poisoned_padding(sms, heads, mon
 
 @interpreted
 def test_a_run_and_its_prompt_apart():
-    """As strict runs compute it: the joined result and its gradient are those of both together."""
+    """As strict runs compute it: the joined result and its gradient equal both together."""
     visibility, real = packed(slice(0, 1))
     tuning = strict_tuning(64, block=128)
     check(

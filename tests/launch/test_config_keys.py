@@ -31,7 +31,7 @@ def test_every_key_is_listed_with_its_own_default():
     assert {key for key in keys if not key.startswith(listed_once)} - set(GIVEN) <= set(listed)
     found = [(listed[key].type, listed[key].default) for key in ("rollout.n", "algorithm")]
     assert found == [("integer ≥ 1", "1"), ("kind", "ppo")]
-    # The critic's own default, not that of any optimizer.
+    # The critic's own default, not any optimizer's.
     assert listed["critic.optimizer.learning_rate"].default == "1e-05"
     assert listed["actor.optimizer.learning_rate"].default == "1e-06"
 

@@ -293,7 +293,7 @@ def test_gradients_of_biases_and_norms_are_not_summed_in_bf16(family, cast_ahead
 
 
 def equations(jaxpr):
-    """All of a program's, those of its loops and calls among them."""
+    """All of a program's, its loops' and calls' among them."""
     for equation in jaxpr.eqns:
         yield equation
         for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "jaxpr")):

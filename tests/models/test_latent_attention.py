@@ -45,7 +45,7 @@ T = 6
 
 
 def attend(q, k, v, cache, /, *, window):
-    """Whole rows, or one token after those of a cache, which holds what it is given."""
+    """Whole rows, or one token after a cache's, which holds what it is given."""
     assert q.shape[-1] in (9, 10, 11, 256)
     if cache is None:
         return attention_reference(q, k, v), None

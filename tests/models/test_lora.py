@@ -28,7 +28,7 @@ from jaxrl_llm.models.weight import Weight
 NAMES = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in (0, 1) for n in "qo"]
 NAMES += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
 TOKENS = jnp.arange(10).reshape(2, 5)
-# The modules of Qwen3-Next's rule and their leaves. Those of Qwen3.5 share less.
+# The modules of Qwen3-Next's rule and their leaves. Qwen3.5's share less.
 RULE = {"gate": "ab", "k": "b", "q": "b", "v": "b", "decay": "ab", "rate": "b", "o": "ab"}
 
 

@@ -152,8 +152,8 @@ def test_the_sampler_and_the_trainer_have_the_frequencies_of_the_longest_row(kin
     assert (model == described) == (kind == "yarn")
 
 
-# Both read the frequencies of one config. Those of longrope depend on the length and scale
-# attention too, as those of the others do one by one.
+# Both read the frequencies of one config. Longrope's depend on the length and scale
+# attention too, as the others' do one by one.
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.slow if kind != "longrope" else ()) for kind in BEYOND],

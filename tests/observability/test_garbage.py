@@ -11,7 +11,7 @@ from jaxrl_llm.observability.garbage import RARELY, Collector
 
 @pytest.fixture
 def thresholds():
-    """Those of the tests come back."""
+    """The tests' own objects come back."""
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)

@@ -272,7 +272,7 @@ def scalars(folder):
 
 
 def test_tensorboard_files(tmp_path):
-    """Scalars, those of a phase apart; texts; hparams; and what a resume hides."""
+    """Scalars, with a phase's apart; texts; hparams; and what a resume hides."""
     board = TensorBoard(tracked(tmp_path))
     board.log(1, {"sft/loss": 2.0}, "warmup")
     board.log(1, {"critic/score/mean": 0.5}, "")

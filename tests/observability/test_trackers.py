@@ -163,7 +163,7 @@ found = [run.data.params, run.data.metrics, [[m.step, m.value] for m in history]
 
 
 def test_a_run_shows_its_warm_up_apart(ppo_run: TinyRun):
-    """Fault 29. Steps of the warm-up are not those of the run."""
+    """Fault 29. Steps of the warm-up are not steps of the run."""
     folder = ppo_run.run_dir / "tensorboard"
     (own,) = folder.glob("events.*")
     (warmup,) = (folder / "warmup").glob("events.*")

@@ -112,7 +112,7 @@ def test_peft_computes_the_same(tmp_path, kind):
         draw_params(spec, spec.learned, jax.random.key(3)),
     )
     own = split(first_magnitudes(join(base, own), spec.lora))[1]
-    if spec.lora.dora:  # norms that are not those of the weights
+    if spec.lora.dora:  # norms that differ from the weights' own
         own = jax.tree.map_with_path(
             lambda path, x: x * 1.1 if path[-1].key == "magnitude" else x, own
         )

@@ -1,6 +1,6 @@
 """Mixtures of experts against transformers: log-probs, gradients, router losses and whole folders.
 
-Log-probs are those of the learner, in padded and in packed rows.
+Log-probs come from the learner, in padded and in packed rows.
 """
 
 import importlib.util
@@ -147,7 +147,7 @@ def test_four_bits_give_their_values():
 
 
 def kept(spec, dtype, tensor):
-    """Whether a tensor of a folder in `dtype` is float32."""
+    """True if a tensor of a folder in `dtype` is float32."""
     sigmoid = spec.config.mixture.scores == "sigmoid" and tensor.endswith((BIAS, GATE))
     norm = spec.config.family == "gpt_oss" and tensor.endswith("norm.weight")
     return dtype == "float32" or sigmoid or (norm and dtype == "float16")

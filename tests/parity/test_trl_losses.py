@@ -154,7 +154,7 @@ def test_dpo(form):
 
 def test_label_smoothing_of_the_sigmoid_is_ours():
     """TRL 1.16 reads label_smoothing in robust and exo_pair only; its sigmoid has none. Ours is
-    conservative DPO: a mixture of the loss and that of the label turned round."""
+    conservative DPO: a mixture of the loss and the loss with the label turned round."""
     _, _, _, fields = pair_fields(np.random.default_rng(0))
     flipped = {
         name.replace("chosen", "?").replace("rejected", "chosen").replace("?", "rejected"): x
@@ -304,8 +304,8 @@ CPO = {
 
 @pytest.mark.parametrize("form", CPO)
 def test_cpo_and_simpo(form):
-    """SimPO is a form of TRL's CPO trainer; its defaults there (beta 0.1, gamma 0.5) are not those
-    of the paper (2.0 to 2.5, and around 1), which are ours."""
+    """SimPO is a form of TRL's CPO trainer; its defaults there (beta 0.1, gamma 0.5) differ from
+    the paper's (2.0 to 2.5, and around 1), which are ours."""
     cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason=REASON)
     algorithm, settings = CPO[form]
     settings = {"beta": 0.4, "loss_type": form, "alpha": 0.0, "simpo_gamma": 1.0} | settings
@@ -363,7 +363,7 @@ def test_rating_regression():
 
 
 def test_supervised_fine_tuning():
-    """Completion-only: every token of the completions weighs alike, those of prompts nothing."""
+    """Completion-only: every token of the completions weighs alike, tokens of prompts nothing."""
     from trl.trainer.sft_trainer import SFTTrainer
 
     rng = np.random.default_rng(6)

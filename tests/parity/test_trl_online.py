@@ -291,9 +291,10 @@ def test_the_dual_clip_is_ours():
 
 
 def test_the_gradient_of_rloo_on_its_own_samples():
-    """TRL's ratio is that of a whole response, exp of the sum of its log-ratios, and so is its
+    """TRL's ratio belongs to a whole response, exp of the sum of its log-ratios, and so does its
     clip; ours, as verl's, is a token's. On the policy's own samples, before the first update, both
-    have the gradient of REINFORCE: A times that of a response's log-prob, a mean over responses.
+    have the gradient of REINFORCE: A times that for a response's log-prob, a mean
+    over responses.
     """
     fields = with_advantages(case())
     fields["logprobs"] = fields["old_logprobs"]

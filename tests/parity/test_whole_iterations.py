@@ -167,7 +167,7 @@ def rewards_of(tokenizer, batch):
 
 
 def advantages_of(rewards):
-    """[B, 1], each reward against those of its group; torch's deviation is the unbiased one."""
+    """[B, 1], each reward against its group's; torch's deviation is the unbiased one."""
     groups = rewards.reshape(PROMPTS, N)
     mean, std = groups.mean(dim=1, keepdim=True), groups.std(dim=1, keepdim=True)
     return ((groups - mean) / (std + 1e-6)).reshape(SAMPLES, 1)

@@ -24,7 +24,7 @@ class Stop(Exception):
     """The chain was seen."""
 
 
-# The calls that a run has beyond those of the table.
+# The calls that a run has beyond the table.
 MORE = {
     "": [],
     "actor.lora.rank": ["joined_loss"],
@@ -47,7 +47,7 @@ def test_the_chain_from_the_script_to_the_formula(key, tmp_path, monkeypatch):
         return FORMULA(logprobs, old_logprobs, advantages, mask, **settings)
 
     monkeypatch.setattr(policy_losses, "ppo_clip", formula)
-    # Nothing is traced ahead: the chain is that of a step.
+    # Nothing is traced ahead: the chain belongs to a step.
     monkeypatch.setattr(Plan, "trace", lambda self, *_: None)
     monkeypatch.setattr(Phase, "compile_ahead", lambda self: None)
     run = TinyRun(tmp_path)

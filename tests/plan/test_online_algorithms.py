@@ -75,7 +75,7 @@ def test_each_plans_what_its_signatures_ask_for_and_traces(name):
 
 def test_there_is_no_algorithm_that_is_not_tested():
     online = {kind for kind, cls in KINDS.items() if issubclass(cls, Online)}
-    # Those of tests/trainer/test_composed.py, which need a teacher or keep samples.
+    # Algorithms of tests/trainer/test_composed.py, which need a teacher or keep samples.
     others = {"rejection_sampling", "distillation", "distillation_top_k"}
     assert online - others == ALIASES.keys()
 

@@ -128,7 +128,7 @@ def test_a_pass_of_its_own_where_something_else_reads_them_or_there_are_more_ste
 
 
 def test_a_pass_of_its_own_with_dropout():
-    """The sampler has none: its distance from a pass with dropout would be that of the dropout."""
+    """The sampler has none: its distance from a pass with dropout would show the dropout."""
     grpo = single(config_of("grpo"))
     for dropout in (0.0, 0.1):
         lora = LoraConfig(rank=2, dropout=dropout)

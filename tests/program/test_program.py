@@ -52,7 +52,7 @@ def test_number_of_programs_and_donation(model_reward, programs):
     """A model reward gives one program; a Python reward splits it in three. Then no more.
 
     A run finds the programs that were compiled ahead of it. The states of learning roles are
-    updated in place, those of frozen roles are left alone.
+    updated in place, weights of frozen roles are left alone.
     """
     iteration = open_iteration(tiny_config(model_reward=model_reward))
     first = first_states(iteration)

@@ -1,4 +1,4 @@
-"""Steps in which nothing is learned end the run, also those of a reward model."""
+"""Steps in which nothing is learned end the run, also with a reward model."""
 
 import pytest
 

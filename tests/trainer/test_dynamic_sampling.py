@@ -158,7 +158,7 @@ def batches(monkeypatch):
 
 
 def assert_group_order(batch):
-    """A sample's prompt, response, log-probs, score and advantage are those of one sample.
+    """A sample's prompt, response, log-probs, score and advantage belong together.
 
     The prompts are shuffled, three slots take sixteen samples, and the groups of several rounds
     are put together.

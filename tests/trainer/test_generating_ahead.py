@@ -91,7 +91,7 @@ def test_the_policy_of_a_batch_follows_from_its_step(apart, resting):
     assert versions_of(apart) == versions
     for step, version in enumerate(versions, start=1):
         assert metrics[step]["rollout/staleness"] == step - 1 - version
-        # The first policy's answers are those of a policy that never learns.
+        # The first policy answers as a policy that never learns.
         same = tokens_of(apart, step) == tokens_of(resting, step)
         assert same == (version == 0), step
         assert "rollout_corr/rollout_is_mean" in metrics[step]  # on by itself

@@ -69,12 +69,12 @@ def pairs_of(config: Config) -> list[Conflict]:
 
 
 def _ahead_on_one_group(c: Config) -> bool:
-    """Whether batches are generated ahead on the devices of what learns."""
+    """True if batches are generated ahead on the devices of what learns."""
     return bool(c.max_staleness) and c.placement != AUTO and ROLLOUT not in devices_of_roles(c)
 
 
 def _no_records(c: Config) -> bool:
-    """Whether nothing learns from records."""
+    """True if nothing learns from records."""
     return not is_offline(c) and not any(every(c, SupervisedConfig))
 
 

@@ -69,7 +69,7 @@ def phases_of_mesh(c: Config) -> Faults:
 
 
 def _fits(mesh: MeshConfig, size: int) -> bool:
-    """Whether groups of `size` devices are neighbours on the mesh, counted from `tensor` on."""
+    """True if groups of `size` devices are neighbours on the mesh, counted from `tensor` on."""
     inner = mesh.tensor
     if inner % size == 0:
         return True

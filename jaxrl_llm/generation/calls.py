@@ -87,6 +87,7 @@ class CallSettings(NamedTuple):
 
     sampling: SamplingParams  # one for all slots, unless `by_request`
     by_request: bool  # each slot has its own temperature and filters
+    filters: bool  # some slot of `by_request` may have a filter
     attention: Implementation
     slots_per_prompt: int = 1  # slots that read one prompt row, about
     record_routes: bool = False
@@ -201,6 +202,7 @@ def decode_steps(
         sampling,
         attention=settings.attention,
         heads=heads,
+        filters=settings.filters,
     )
     num_live = state.slots.num_live
 

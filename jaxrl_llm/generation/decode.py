@@ -52,11 +52,13 @@ def decode(
     heads: HeadAxes | None,
     ready: Callable[[jax.Array], jax.Array] | None = None,
     in_tail: bool = False,
+    filters: bool = True,
 ) -> State:
     """Sample the next token of every live slot, and end the samples that are complete.
 
     In a tail no sample begins: `compact` gave each slot the states that it goes on from. `ready`
     counts the samples whose prompt is in the cache, of the first groups of a queue; None: no queue.
+    `filters` False says that no row of `rows.sampling` has a filter.
 
     Guarantees: a slot that is free, or waits for a page, reads nothing from the cache and writes
     nothing. It is computed all the same, because shapes are static.
@@ -101,7 +103,7 @@ def decode(
         seed_key if seed_key.ndim == 0 else seed_key[row_B], rows.sample_ids_N[row_B], index_B
     )
     tokens_B, logprobs_B, kept_BK = _sample(
-        model, hidden_B1D[:, 0], keys_B2, sampling, rows.sampling
+        model, hidden_B1D[:, 0], keys_B2, sampling, rows.sampling, filters
     )
 
     stalled = jnp.sum(slots.live_B & ~live_B, dtype=jnp.int32)
@@ -161,13 +163,14 @@ def _sample(
     keys_B2: jax.Array,
     sampling: SamplingParams,
     rows: RowSampling | None,
+    filters: bool,
 ) -> Sampled:
     """A token of every slot. In a `strict_scope` log-probs have the bits of the trainer.
 
-    `rows` are settings of each slot, in place of `sampling`.
+    `rows` are settings of each slot, in place of `sampling`; see `sample_rows`.
     """
     if rows is not None:
-        return sample_rows(model.logits(hidden_BD), keys_B2, rows)
+        return sample_rows(model.logits(hidden_BD), keys_B2, rows, filters=filters)
     if (strict := strict_in_scope()) is None:
         return sample(model.logits(hidden_BD), keys_B2, sampling)
     temperature = sampling.temperature or 1.0

@@ -11,7 +11,6 @@ Shape letters: B rows, V = F * M vocabulary in F rows of M columns.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -139,11 +138,15 @@ def sample(
     return Sampled(tokens_B, chosen_B - total_B, None)
 
 
-def sample_rows(logits_BV: jax.Array, keys_B2: jax.Array, rows: RowSampling) -> Sampled:
+def sample_rows(
+    logits_BV: jax.Array, keys_B2: jax.Array, rows: RowSampling, *, filters: bool
+) -> Sampled:
     """Sample one token a row, each with its own settings; the kept tokens are not returned.
 
-    Guarantees: `sample` with a row's settings gives the same token and log-prob, whatever the
-        other rows have. Filters cost nothing while no row has one.
+    `filters` says that some row may have a filter.
+
+    Guarantees: `sample` with a row's settings gives the same token and log-prob, whatever the other
+        rows have.
     """
     is_greedy_B = rows.temperature_B == 0
     z_BV = logits_BV.astype(jnp.float32)
@@ -151,18 +154,19 @@ def sample_rows(logits_BV: jax.Array, keys_B2: jax.Array, rows: RowSampling) -> 
     drawn_B, total_B = _draw(z_BV, keys_B2, None)
     tokens_B = jnp.where(is_greedy_B, jnp.argmax(z_BV, axis=-1).astype(jnp.int32), drawn_B)
     chosen_B = jnp.take_along_axis(z_BV, tokens_B[:, None], axis=-1)[:, 0]
-    plain = tokens_B, chosen_B - total_B
-    V = z_BV.shape[-1]
-    has_filter_B = ((rows.top_k_B > 0) & (rows.top_k_B < V)) | (rows.top_p_B < 1)
-    has_filter_B = (has_filter_B | (rows.min_p_B > 0)) & ~is_greedy_B
-
-    def filtered() -> tuple[jax.Array, jax.Array]:
-        kept = kept_of_rows(z_BV, top_k=rows.top_k_B, top_p=rows.top_p_B, min_p=rows.min_p_B)
-        tokens, logprobs, _ = _draw_from(kept, keys_B2)
-        return jax.tree.map(partial(jnp.where, has_filter_B), (tokens, logprobs), plain)
-
-    tokens_B, logprobs_B = lax.cond(jnp.any(has_filter_B), filtered, lambda: plain)
-    return Sampled(tokens_B, logprobs_B, None)
+    plain = Sampled(tokens_B, chosen_B - total_B, None)
+    if not filters:
+        return plain
+    has_filter_B = (rows.top_k_B > 0) & (rows.top_k_B < z_BV.shape[-1])
+    has_filter_B |= (rows.top_p_B < 1) | (rows.min_p_B > 0)
+    has_filter_B &= ~is_greedy_B
+    kept = kept_of_rows(z_BV, top_k=rows.top_k_B, top_p=rows.top_p_B, min_p=rows.min_p_B)
+    drawn = _draw_from(kept, keys_B2)
+    return Sampled(
+        jnp.where(has_filter_B, drawn.tokens_B, plain.tokens_B),
+        jnp.where(has_filter_B, drawn.logprobs_B, plain.logprobs_B),
+        None,
+    )
 
 
 def _draw_kept(z_BV: jax.Array, keys_B2: jax.Array, params: SamplingParams) -> Sampled:

@@ -21,6 +21,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
 
+    @property
+    def has_filter(self) -> bool:
+        """True if some tokens may be left out."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass(eq=False, kw_only=True)
 class Beginning:

@@ -16,6 +16,7 @@ than are decoded at once. docs/engine.md has a picture.
 Shape letters: see calls.py.
 """
 
+import functools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from jaxrl_llm.generation.calls import (
     decode_steps,
     extend,
 )
-from jaxrl_llm.generation.engine import generation_form
+from jaxrl_llm.generation.engine import compiler_options, generation_form
 from jaxrl_llm.generation.kv_cache import init_cache
 from jaxrl_llm.generation.page_pool import PagePool
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -128,6 +129,7 @@ class Engine:
                 stop_strings=None,
             ),
             by_request=settings.sampling is None,
+            filters=False,
             attention=settings.attention,
             slots_per_prompt=settings.group,
             record_routes=settings.record_routes,
@@ -441,14 +443,15 @@ class Engine:
         for slot, sequence in placed:
             self._fill(turns, slot, sequence)
         enough = enough or max(1, len(live) // 16)
-        self._cache, decoded = _decode_steps(
+        filters = any(sequence.sampling.has_filter for sequence in live)
+        self._cache, decoded = _decoding(slots)(
             self.spec,
             self.params,
             self._cache,
             turns.packed(),
             np.int32(min(most, steps)),
             np.int32(enough),
-            self._how,
+            self._how._replace(filters=filters),
             steps=steps,
         )
         results = decoded.read()
@@ -538,9 +541,17 @@ def _by_width(items: Iterable[tuple[int, Any]]) -> dict[int, list[Any]]:
     return dict(sorted(groups.items()))
 
 
-_decode_steps = jax.jit(
-    decode_steps, static_argnames=("spec", "settings", "steps"), donate_argnames="cache"
-)
+@functools.cache
+def _decoding(slots: int) -> Any:
+    """The jitted `decode_steps` for this number of slots."""
+    return jax.jit(
+        decode_steps,
+        static_argnames=("spec", "settings", "steps"),
+        donate_argnames="cache",
+        compiler_options=compiler_options(slots, slots),
+    )
+
+
 _extend = jax.jit(
     extend,
     static_argnames=("spec", "settings", "into_row", "sees_cache"),

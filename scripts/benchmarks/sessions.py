@@ -165,7 +165,7 @@ class Appended(SessionCase):
         self.context, self.turn = TINY if self.shape == "tiny" else (CONTEXT, TURN)
 
     def checked_rows(self) -> tuple[int, int]:
-        return 1, self.context + 4 * self.turn
+        return 1, self.context + 4 * self.turn + 2
 
     def settings(self) -> EngineSettings:
         context = self.context + 16 * self.turn
@@ -185,6 +185,9 @@ class Appended(SessionCase):
         ]
         self._work()
         self.run()
+        for sequence in self.sequences:  # more ids to compare than the turns have
+            self.engine.append(sequence, self.ids(self.turn), limit=2 * self.turn)
+        self._work()
         checked = self.agree(self.sequences)
         again = [list(x.tokens) for x in self.sequences]
         for sequence in self.sequences:

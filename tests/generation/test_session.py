@@ -189,7 +189,7 @@ def test_settings_of_a_row_give_what_they_give_for_all(temperature, top_k, top_p
     chosen = [mine, others, mine, others, mine, mine]
     columns = zip(*((x.temperature, x.top_k, x.top_p, x.min_p) for x in chosen), strict=True)
     arrays = [np.array(x, t) for x, t in zip(columns, ("f4", "i4", "f4", "f4"), strict=True)]
-    tokens, logprobs, _ = sample_rows(logits, keys, RowSampling(*arrays))
+    tokens, logprobs, _ = sample_rows(logits, keys, RowSampling(*arrays), filters=True)
     params = SamplingParams(
         max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )

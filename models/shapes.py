@@ -250,6 +250,12 @@ def expert_matmuls(config: ModelConfig) -> int:
     return 0 if config.mixture is None else 3 * config.hidden_size * config.mixture.expert_size
 
 
+def copied_elements(config: ModelConfig) -> int:
+    """Numbers of a token's copies, one for each of its experts."""
+    mixture = config.mixture
+    return 0 if mixture is None else mixture.experts_per_token * config.hidden_size
+
+
 def experts_hit(mixture: Mixture, tokens: float) -> float:
     """Experts of a layer that so many tokens are expected to choose, with even and random loads.
 

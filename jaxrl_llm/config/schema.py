@@ -362,10 +362,13 @@ class RolloutConfig(Record):
     top_k: TopK = 0
     top_p: Probability = 1.0  # probability of the likeliest tokens to sample from; 1: off
     min_p: Fraction = 0.0  # least probability, relative to the likeliest token; 0: off
-    # Sequences per replica that are decoded at once; 0: all of its samples, on a GPU at least 8.
+    # Sequences per replica that are decoded at once; 0: all of its samples, or as many as fit.
     num_slots: Whole = 0
-    # Response tokens in a replica's KV cache; 0: data.max_response_length for every slot.
+    # Response tokens in a replica's KV cache; 0: data.max_response_length for every slot, or as
+    # many as fit.
     cache_tokens: Whole = 0
+    # Memory of a GPU for slots and cache, in GB; 0: what the models of the run leave free.
+    memory_gb: NotNegative = 0.0
     stop_token_ids: Many[Whole] = ()  # token ids that end a response, added to the tokenizer's
     # Texts that end a response, held-out answers too: at most 16, each of at most 32 characters.
     stop: StopTexts = ()
@@ -411,6 +414,8 @@ class ValidationConfig(Record):
     grader: Maybe[RewardFunction] = None
     graders: Many[SourceGrader] = ()  # graders of single data sources
     generate: bool = False  # offline: whether held-out prompts are answered; online: always
+    # The same as rollout.memory_gb, while held-out prompts are answered.
+    memory_gb: NotNegative = 0.0
 
 
 class RewardConfig(Record):

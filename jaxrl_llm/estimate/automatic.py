@@ -13,12 +13,12 @@ from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, placed
-from jaxrl_llm.estimate.rates import GB, MEMORY, Rates, rates_of
+from jaxrl_llm.estimate.fitting import rates_here
+from jaxrl_llm.estimate.rates import GB, Rates
 from jaxrl_llm.estimate.search import best_layouts, few_settings, with_settings
 from jaxrl_llm.estimate.work import Work, work_of
 from jaxrl_llm.observability.console import number
 
-UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
 SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the devices for roles of their own
 NEXT = 3  # layouts in the report after the chosen one
 CLOSE = 0.02  # share of a step; smaller differences of stages are not named as a reason
@@ -44,15 +44,15 @@ def automatic(config: Config) -> tuple[Config, list[str]]:
     names = gather_objects(platform.node(), "hosts of a layout")
     hosts, nodes = len(set(names)), devices_of_nodes()
     own, refused = _own_devices(hosts, [len(node) for node in nodes], in_order(nodes))
-    rates, known = _rates_here()
+    rates, known = rates_here()
     work = work_of(replace(config, placement={}))
     choices = best_placements(work, jax.device_count(), hosts, rates, own=own)
     kept = _best_of_each_form(config, choices)
     if not kept:
         raise ConfigError(
             f"config.placement=auto: no layout of {jax.device_count()} devices holds this run, by "
-            "the planner. `jaxrl plan --quick` shows what each stage needs; more devices, or "
-            "smaller --config.rollout.num_slots need less"
+            "the planner. `jaxrl plan --quick` shows what each stage needs; more devices "
+            "need less each"
         )
     return kept[0].config, _lines(kept, rates, known, refused)
 
@@ -177,27 +177,6 @@ def _settled(config: Config, planned: Estimate) -> Config | None:
     except ConfigError:
         return None
     return settled
-
-
-def _rates_here() -> tuple[Rates, bool]:
-    """The rates of the devices of a run with the memory that they have, and whether known.
-
-    The least device of all processes decides, so all choose the same. Every process calls it.
-    """
-    everyone = gather_objects(_least_device(), "rates of a layout")
-    names = [name or UNKNOWN for name, _ in everyone]
-    rates = rates_of(min(names, key=lambda name: MEMORY[name]))
-    limits = [float(limit) for _, limit in everyone if limit]
-    known = all(name for name, _ in everyone)
-    return replace(rates, capacity=min(limits)) if limits else rates, known
-
-
-def _least_device() -> tuple[str | None, int | None]:
-    """The kind of the devices here, if it has a data sheet, and the least memory of one."""
-    devices = jax.local_devices()
-    words = devices[0].device_kind.lower().replace("-", " ").split()
-    limits = [(device.memory_stats() or {}).get("bytes_limit") or 0 for device in devices]
-    return next((name for name in MEMORY if name in words), None), min(limits) or None
 
 
 def _lines(kept: Sequence[Candidate], rates: Rates, known: bool, refused: str) -> list[str]:

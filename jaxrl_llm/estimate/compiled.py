@@ -25,6 +25,7 @@ from jaxrl_llm.distributed.device_groups import MeshAxes
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate
+from jaxrl_llm.estimate.memory import slots_of
 from jaxrl_llm.estimate.packing import rows_of
 from jaxrl_llm.estimate.seconds import StageTime
 from jaxrl_llm.estimate.topology import COMPILER_OPTIONS, compile_devices
@@ -132,8 +133,7 @@ def loop_counts(work: Work, devices: Devices, stage: str) -> dict[str, float]:
     job = next(job for job in work.jobs if job.stage == stage)
     samples = work.samples.share(devices.replicas(job.does))
     if job.does == "generate":
-        slots = min(work.config.rollout.num_slots or samples.count, samples.count)
-        waves = math.ceil(samples.count / slots)
+        waves = math.ceil(samples.count / slots_of(work, samples))
         return {DECODE_STEPS: float(samples.responses.max() * waves), PREFILLS: float(waves)}
     part = samples.mini_batch(job.mini_batches)
     rows = rows_of(work.models[job.role], part, share_prompts=work.share_prompts)
@@ -158,7 +158,7 @@ def with_compiled(
 
 def _with_traffic(time: StageTime, stage: CompiledStage, planned: Estimate) -> StageTime:
     """The time of a stage with the collectives of its program."""
-    counts = loop_counts(planned.work, planned.devices, stage.name)
+    counts = loop_counts(planned.generating, planned.devices, stage.name)
     received: dict[str, float] = {}
     latency = 0.0
     for row in stage.rows:

@@ -8,7 +8,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
 from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.estimate.devices import Devices
-from jaxrl_llm.estimate.memory import kept, temporary
+from jaxrl_llm.estimate.memory import kept, temporary, with_room
 from jaxrl_llm.estimate.packing import stored_parameters
 from jaxrl_llm.estimate.seconds import StageTime, stage_time
 from jaxrl_llm.estimate.work import BYTES, Job, Work
@@ -24,6 +24,7 @@ class Estimate:
     """Memory and time of a step of `work` on `devices`. Bytes are per device."""
 
     work: Work
+    generating: Work  # the same with the slots and cache tokens that fit
     devices: Devices  # devices of the actor, and of each role that is not in `apart`
     apart: Mapping[str, Devices] = field(default_factory=dict)  # devices by role
     kept: dict[str, float]  # bytes by role
@@ -58,15 +59,16 @@ class Estimate:
         return max(self._peak_of(group) for group in self._groups)
 
     def _peak_of(self, group: Devices) -> float:
-        held = sum(size for role, size in self.kept.items() if self._of(role) == group)
+        held = sum(size for role, size in self.kept.items() if self.devices_of(role) == group)
         used = [
             self.temporaries[job.stage]
             for job in self.work.jobs
-            if self._of(owner(job, self.apart)) == group
+            if self.devices_of(owner(job, self.apart)) == group
         ]
         return held + max(used, default=0.0)
 
-    def _of(self, role: str) -> Devices:
+    def devices_of(self, role: str) -> Devices:
+        """The devices that keep a role."""
         return self.apart.get(role, self.devices)
 
     @property
@@ -93,7 +95,7 @@ class Estimate:
             if job.does == "generate" and ahead:
                 generating += time.seconds
                 continue
-            group = self._of(owner(job, self.apart))
+            group = self.devices_of(owner(job, self.apart))
             ready = {"generate": self.moving, "pass": ended["generate"]}.get(
                 job.does, max(ended["generate"], ended["pass"])
             )
@@ -121,14 +123,20 @@ def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None =
     moving = 0.0
     if ROLLOUT in apart:
         held[ROLLOUT], moving = _rollout(work, devices, apart[ROLLOUT])
+    full = work
+    if any(job.does == "generate" for job in work.jobs):
+        own = apart.get(ROLLOUT, devices)
+        there = sum(size for role, size in held.items() if apart.get(role, devices) == own)
+        full = with_room(work, own, there, in_place=ROLLOUT in apart)
     return Estimate(
         work=work,
+        generating=full,
         devices=devices,
         apart=apart,
         kept=held,
-        temporaries={job.stage: _temporary(job, work, devices, apart) for job in work.jobs},
+        temporaries={job.stage: _temporary(job, full, devices, apart) for job in work.jobs},
         stages=tuple(
-            stage_time(job, work, apart.get(owner(job, apart), devices), in_place(job, apart))
+            stage_time(job, full, apart.get(owner(job, apart), devices), in_place(job, apart))
             for job in work.jobs
         ),
         host=HOST_TOKEN * float(work.samples.responses.sum()) / devices.hosts,

@@ -1,13 +1,15 @@
-"""Bytes on one device: what roles keep, and what each stage needs on top. No jax.
+"""Bytes on one device: what roles keep, and what each stage needs on top.
 
 The sums were compared with measured peaks and with programs that were compiled for H200s:
 `docs/planner.md`.
 """
 
+import math
+from dataclasses import replace
+
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.packing import (
     Rows,
-    copied_elements,
     gathered_weights,
     head_weights,
     layer_outputs,
@@ -18,12 +20,13 @@ from jaxrl_llm.estimate.packing import (
     wide_weights,
 )
 from jaxrl_llm.estimate.work import BYTES, Job, Model, Samples, Work
-from jaxrl_llm.generation.packed_prompts import PREFILL_TOKENS
-from jaxrl_llm.generation.tail import default_tails
-from jaxrl_llm.kernels.gated_delta.runs import CHUNK
+from jaxrl_llm.generation.memory import GB, Replica, fitted, generation_bytes, rule_bytes
+from jaxrl_llm.kernels.hopper import compiling_for_hopper
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
+from jaxrl_llm.models.shapes import copied_elements
+from jaxrl_llm.plan.generating import replica_of
 
+STEP = 1e7  # bytes to which the memory of slots and cache is rounded down
 LOGITS_COPIES = 0.5  # copies of float32 logits: the head computes them in parts
 LOGITS_MOST = 3 * 2**30  # bytes of these parts, however many tokens there are
 # What a pipeline keeps for its backward pass, which runs in a loop: this many of what a plain pass
@@ -36,12 +39,9 @@ GATHERED_FROZEN = 2  # layers of a model below adapters, which has no gradient
 BUFFERS = 0.8e9  # bytes of collectives
 SCATTERED = 1.25  # bytes of a weight: gradients of a micro-batch, in bf16, that wait for their sum
 SCALE = 4  # bytes of an output of a float8 projection
-# Float32 numbers of a token and head in a gated delta rule: for each dim of a key or value, each
-# token of a chunk, and each chunk's share of a state. What a layer keeps for the backward pass, and
-# what that pass has at once, as multiples of them.
-RULE_DIMS, RULE_PAIRS, RULE_STATES = 6, 16, 3
+# What a layer of a gated delta rule keeps for the backward pass, and what that pass has at once, as
+# multiples of `rule_bytes`.
 RULE_KEPT, RULE_GRADIENTS = 0.87, 0.7
-RULE_PREFILL = 0.25  # what a prefill has at once, as a multiple of them
 
 
 def kept(model: Model, devices: Devices) -> float:
@@ -64,9 +64,9 @@ def temporary(job: Job, work: Work, devices: Devices, in_place: bool = False) ->
     """
     model = work.models[job.role]
     samples = work.samples.share(devices.replicas(job.does))
-    ids = _kept_ids(work, samples)
     if job.does == "generate":
-        return ids + _generation(work, model, samples, devices, in_place)
+        return _generation(work, devices, in_place)
+    ids = _kept_ids(work, samples)
     part = samples.mini_batch(job.mini_batches)
     rows = rows_of(model, part, share_prompts=work.share_prompts)
     if job.does == "pass":
@@ -83,53 +83,73 @@ def _kept_ids(work: Work, samples: Samples) -> float:
 
 def slots_of(work: Work, samples: Samples) -> int:
     """Sequences that a replica decodes at once."""
-    return min(work.config.rollout.num_slots or samples.count, samples.count)
+    asked = 0 if work.settings is None else work.settings.num_slots
+    return min(asked or samples.count, samples.count)
 
 
-def cache_tokens(work: Work, samples: Samples) -> tuple[float, float]:
-    """Tokens in a replica's cache: of prompts, and of responses.
+def with_room(work: Work, devices: Devices, held: float, in_place: bool = False) -> Work:
+    """`work` with the slots and cache tokens that fit next to `held` bytes of other arrays.
 
-    With partial rollouts a response that goes on has a row of its own, for its prompt and what it
-    has so far. No group shares it.
+    Its config says how much memory they were found for. `devices` generate; `in_place` is as in
+    `temporary`.
     """
-    slots = slots_of(work, samples)
-    groups = min(len(samples.prompts), slots)  # a waiting prompt's row is filled when it is due
-    prompts = groups * samples.longest_prompt
-    if work.config.partial_rollouts:
-        prompts = max(prompts, slots * (samples.longest_prompt + samples.longest_response))
-    return prompts, work.config.rollout.cache_tokens or slots * samples.longest_response
+    if work.settings is None:
+        return work
+    rollout = work.config.rollout
+    own = 0.0 if in_place else _weights(work, devices)
+    memory_gb = rollout.memory_gb or room_gb(devices, held + own)
+    rollout = replace(rollout, memory_gb=memory_gb)
+    with compiling_for_hopper():
+        settings = fitted(work.settings, replica_in(work, devices), memory_gb * GB)
+    return replace(work, config=replace(work.config, rollout=rollout), settings=settings)
 
 
-def _generation(
-    work: Work, model: Model, samples: Samples, devices: Devices, in_place: bool
-) -> float:
-    tensor, rollout = devices.tensor("generate"), work.config.rollout
+def room_gb(devices: Devices, held: float) -> float:
+    """GB of a device next to `held` bytes, at least a step; 0 where nothing limits its memory."""
+    free = devices.rates.filled - held
+    return max(math.floor(free / STEP), 1) * STEP / GB if math.isfinite(free) else 0.0
+
+
+def validation_gb(work: Work, devices: Devices, held: float) -> float:
+    """`room_gb` while held-out prompts are answered, on the devices of the model that learns.
+
+    A model that is trained in full before its adapters are made keeps moments for all weights.
+    """
+    model = work.actor
+    if model.adapters and work.config.warmup is not None:
+        held += stored_parameters(model) * (model.stored_itemsize + 8) / devices.shards
+    dtype = work.config.rollout.dtype or work.config.actor.dtype
+    return room_gb(devices, held + sampled_bytes(model, dtype) / devices.tensor("generate"))
+
+
+def replica_in(work: Work, devices: Devices) -> Replica:
+    """What a replica on these devices generates."""
+    samples = work.samples.share(devices.replicas("generate"))
+    return replica_of(
+        work.config,
+        work.actor.config,
+        rows=samples.count,
+        tensor=devices.tensor("generate"),
+    )
+
+
+def _generation(work: Work, devices: Devices, in_place: bool) -> float:
+    assert work.settings is not None
+    with compiling_for_hopper():
+        used = generation_bytes(work.settings, replica_in(work, devices))
+    return used if in_place else _weights(work, devices) + used
+
+
+def _weights(work: Work, devices: Devices) -> float:
+    """Bytes of the weights that generate, on top of what roles keep."""
+    model, tensor, rollout = work.actor, devices.tensor("generate"), work.config.rollout
     dtype = rollout.dtype or model.settings.dtype
-    itemsize = 1 if rollout.quantization == "float8" else BYTES[dtype]
     # A frozen base is copied only where another layout needs it.
     copies = not model.adapters or model.generates_merged or devices.switches
-    weights = sampled_bytes(model, dtype) if copies and not in_place else 0.0
+    weights = sampled_bytes(model, dtype) if copies else 0.0
     if rollout.quantization == "float8":
         weights += float8_bytes(model.config)
-    cache = sum(cache_tokens(work, samples)) * kv_bytes_per_token(model.config, itemsize)
-    # Bytes of each slot, each prompt that waits for slots, and again the slots of the first tail.
-    states = state_bytes_per_slot(model.config, BYTES[dtype]) / tensor
-    slots = slots_of(work, samples)
-    tail = (*default_tails(slots, samples.longest_response), 0)[0]
-    cache_of_states = states * (slots + len(samples.prompts) + tail)
-    logits = slots * model.config.vocab_size * 4
-    cache_of_keys = cache / _kv_parts(model.config, tensor)
-    prefill = _prefill(model, samples, BYTES[dtype]) / tensor
-    return weights / tensor + cache_of_keys + cache_of_states + logits / tensor + prefill
-
-
-def _prefill(model: Model, samples: Samples, itemsize: int) -> float:
-    """Bytes that a prefill has at once: of one MLP, and of one gated delta rule."""
-    config = model.config
-    prompts = len(samples.prompts) * samples.longest_prompt
-    numbers = 3 * config.active_size + 2 * config.hidden_size + copied_elements(config)
-    token_bytes = numbers * itemsize + RULE_PREFILL * _rule_bytes(config)
-    return min(PREFILL_TOKENS, prompts) * token_bytes
+    return weights / tensor
 
 
 def float8_bytes(config: ModelConfig) -> float:
@@ -145,11 +165,6 @@ def sampled_bytes(model: Model, dtype: str) -> float:
         saved = layer_weights(model.config) * (BYTES[dtype] - 1)
         size -= model.config.num_layers * (saved - layer_outputs(model.config) * SCALE)
     return size
-
-
-def _kv_parts(config: ModelConfig, tensor: int) -> int:
-    """Into how many parts a group splits the cache's heads; with fewer heads some hold copies."""
-    return min(tensor, config.cache_heads[0])
 
 
 def _forward(model: Model, rows: Rows, devices: Devices) -> float:
@@ -198,7 +213,7 @@ def _update(model: Model, rows: Rows, devices: Devices) -> float:
         + cast / devices.shards
         + saved
         + scanned
-        + tokens * (_layer_bytes(model) + RULE_GRADIENTS * _rule_bytes(config))
+        + tokens * (_layer_bytes(model) + RULE_GRADIENTS * rule_bytes(config))
         + working
         + _logits(model, rows, devices, "update")
     )
@@ -269,16 +284,7 @@ def _kept_rules(model: Model) -> float:
     """Bytes of one token that all gated delta rules keep for the backward pass."""
     config = model.config
     rules = config.num_layers - config.num_attention_layers
-    return RULE_KEPT * rules * _rule_bytes(config) if model.settings.remat == "none" else 0.0
-
-
-def _rule_bytes(config: ModelConfig) -> float:
-    """The size of what a gated delta rule has of one token; see `RULE_KEPT`."""
-    if (delta := config.delta) is None:
-        return 0.0
-    numbers = RULE_DIMS * (delta.key_dim + delta.value_dim) + RULE_PAIRS * CHUNK
-    numbers += RULE_STATES * delta.key_dim * delta.value_dim / CHUNK
-    return 4.0 * delta.value_heads * numbers
+    return RULE_KEPT * rules * rule_bytes(config) if model.settings.remat == "none" else 0.0
 
 
 def _layer_bytes(model: Model) -> float:

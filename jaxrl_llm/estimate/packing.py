@@ -94,12 +94,6 @@ def wide_weights(config: ModelConfig) -> float:
     return sum(wide_matmuls(config, i) for i in range(config.num_layers)) / config.num_layers
 
 
-def copied_elements(config: ModelConfig) -> int:
-    """Numbers of a token's copies, one for each of its experts."""
-    mixture = config.mixture
-    return 0 if mixture is None else mixture.experts_per_token * config.hidden_size
-
-
 def expert_rows(config: ModelConfig, tokens: float) -> float:
     """Rows of each expert in a grouped matmul over so many tokens, with even loads."""
     mixture = config.mixture

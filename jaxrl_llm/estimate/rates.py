@@ -3,26 +3,21 @@
 `docs/planner.md` compares the predictions with every measured step. No jax.
 """
 
+import math
 from dataclasses import dataclass
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.hardware import Hardware, hardware_of
+from jaxrl_llm.distributed.hardware import (
+    MEMORY,
+    USABLE,
+    Hardware,
+    filled_memory,
+    hardware_of,
+)
 from jaxrl_llm.references import nearest
 
 GB = 1e9
 CPU = "cpu"  # programs are compiled for it, and it has no rates
-# Memory of one device in bytes, of which a run may use USABLE.
-MEMORY = {
-    "h200": 141 * GB,
-    "h100": 80 * GB,
-    "a100": 80 * GB,
-    "b200": 180 * GB,
-    "gh200": 96 * GB,
-    "l40s": 48 * GB,
-    "l4": 24 * GB,
-}
-USABLE = 0.92  # as launch/runtime.py asks jax for
-
 # Shares of the data sheet, measured on H200s in November 2026.
 MATMUL_SHARE = 0.67  # large bf16 matmuls of an update: 665 of 989 TFLOP/s
 ATTENTION_SHARE = 0.58  # our attention kernels at head dim 128, rows of 131,072 tokens
@@ -50,6 +45,12 @@ class Rates:
     exchange: float  # rate from devices of the host, each sending something else
     network: float  # from other hosts, each device by its own card
     hidden: float = HIDDEN
+
+    @property
+    def filled(self) -> float:
+        """Bytes that models, slots and cache may fill; infinite where nothing limits them."""
+        limited = math.isfinite(self.capacity)
+        return filled_memory(self.name, self.capacity) if limited else math.inf
 
     def bandwidth(self, group: int, on_host: int) -> float:
         """Bytes a second into one device of a group, `on_host` of whose members share its host.

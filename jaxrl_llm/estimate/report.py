@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.config import AUTO, Config, ConfigError
-from jaxrl_llm.config.placement import devices_of_roles
+from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.distributed.placement import sizes_of_nodes
 from jaxrl_llm.estimate.compiled import (
     CompiledStage,
@@ -20,6 +20,7 @@ from jaxrl_llm.estimate.estimate import Estimate, placed
 from jaxrl_llm.estimate.rates import CPU, GB, Rates, rates_of
 from jaxrl_llm.estimate.search import LayoutChoice, best_layouts, smallest_count
 from jaxrl_llm.estimate.work import Work, work_of
+from jaxrl_llm.generation.memory import words_of
 from jaxrl_llm.observability.console import number
 
 PER_HOST = 8  # GPUs, where nothing is said
@@ -108,6 +109,7 @@ class Report:
                 "kept": {role: size / GB for role, size in planned.kept.items()},
                 "temporary": {name: size / GB for name, size in planned.temporaries.items()},
             },
+            "generation": _generation(planned),
             "stages": [
                 {
                     "stage": stage.stage,
@@ -173,7 +175,7 @@ def make_report(config: Config, request: Request, say: Callable[[str], None]) ->
     planned = placed(work, config, devices)
     compiled: list[CompiledStage] = []
     if not request.quick:
-        programs, stages = compile_work(work, devices, request.hardware)
+        programs, stages = compile_work(planned.generating, devices, request.hardware)
         for name in stages:
             say(f"compiling {name} for {count} devices")
             compiled.append(programs.stage(name, compiler_options(request.hardware)))
@@ -214,6 +216,18 @@ def _small(work: Work, count: int, hosts: int, rates: Rates) -> LayoutChoice | N
     return smallest_count(work, count, max(1, count // hosts), rates)
 
 
+def _generation(planned: Estimate) -> dict[str, Any] | None:
+    """Slots, cache tokens and memory of a replica; 0 slots are all of its samples."""
+    settings = planned.generating.settings
+    if settings is None:
+        return None
+    return {
+        "num_slots": settings.num_slots,
+        "cache_tokens": settings.cache_tokens,
+        "memory_gb": planned.generating.config.rollout.memory_gb,
+    }
+
+
 # ------------------------------------------------------------------------- the table
 
 
@@ -241,6 +255,8 @@ def lines(report: Report) -> list[str]:
     lines += _table(rows)
     if report.timed:
         lines += ["", "it fits" if planned.fits else "IT DOES NOT FIT"]
+    if generation := generation_line(planned):
+        lines += ["", generation]
     lines += ["", *_stage_lines(report)]
     if report.timed:
         lines += ["", *_summary(report)]
@@ -250,6 +266,16 @@ def lines(report: Report) -> list[str]:
             f"{' '.join(choice.flags) or 'one device'}"
         )
     return lines
+
+
+def generation_line(planned: Estimate) -> str:
+    """The slots and cache tokens of the rollout; empty without one."""
+    work = planned.generating
+    if work.settings is None:
+        return ""
+    group = planned.devices_of(ROLLOUT)
+    samples = work.samples.share(group.replicas("generate")).count
+    return f"generation: {words_of(work.settings, samples)}"
 
 
 def _group_line(role: str, group: Devices) -> str:

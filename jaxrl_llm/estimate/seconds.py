@@ -14,7 +14,6 @@ from jaxrl_llm.estimate.memory import slots_of
 from jaxrl_llm.estimate.packing import (
     Rows,
     active_weights,
-    copied_elements,
     expert_rows,
     head_weights,
     layer_weights,
@@ -35,7 +34,7 @@ from jaxrl_llm.generation.engine import FEWEST_WITHOUT_TRITON
 from jaxrl_llm.kernels.grouped_matmul import TILE
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import attended_dim, kv_bytes_per_token, state_bytes_per_slot
-from jaxrl_llm.models.shapes import expert_matmuls
+from jaxrl_llm.models.shapes import copied_elements, expert_matmuls
 
 # Bytes a token and layer that are neither matmul nor attention, for each element of the hidden and
 # the intermediate size: norms, rope, activations, residual sums, and their gradients.

@@ -19,10 +19,12 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.config.schema import AXES
 from jaxrl_llm.generation.filters import num_kept
+from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.rows import KEPT
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.layers import FROZEN
 from jaxrl_llm.plan.dataflow import OFFLINE
+from jaxrl_llm.plan.generating import Generate
 from jaxrl_llm.plan.models import base_settings, find_tokenizer
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.planning import plan_run
@@ -129,6 +131,7 @@ class Work:
     samples: Samples
     share_prompts: bool  # a prompt is in a packed row once
     kept_tokens: int = 0  # ids that the sampler's filters keep of each sampled token
+    settings: GenerationSettings | None = None  # settings of the rollout; None without one
     name: str = "run"
 
     @property
@@ -200,6 +203,7 @@ def work_of(
         ),
         share_prompts=config.actor.share_prompts and not config.actor.shuffle,
         kept_tokens=kept_tokens,
+        settings=next((s.how.settings for s in stages if isinstance(s, Generate)), None),
     )
 
 
@@ -227,6 +231,8 @@ def _model(
 def _planned_on_one(config: Config) -> Plan:
     """The plan of `config` on one device: the same roles and stages as on any mesh."""
     on_one = replace(config, mesh=MeshConfig(), placement={}, node_groups={})
+    # Slots and cache are found for the devices of an estimate.
+    on_one = replace(on_one, rollout=replace(config.rollout, memory_gb=0.0))
     models = {"actor": replace(on_one.actor, tensor=0), "critic": replace(on_one.critic, tensor=0)}
     on_one = replace(on_one, **models)
     tokenizer = find_tokenizer(config.data.tokenizer, config.actor)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import ConfigError, DType, ModelSettings
 from jaxrl_llm.data.formats import prompt_of
+from jaxrl_llm.distributed.device_memory import free_memory
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.evaluation.answer_settings import (
     AnswerKeys,
@@ -21,6 +22,7 @@ from jaxrl_llm.evaluation.answer_settings import (
 from jaxrl_llm.evaluation.serving import serving_engine
 from jaxrl_llm.generation.completions import TextStream, completions_of
 from jaxrl_llm.generation.engine import advance, begin, generate
+from jaxrl_llm.generation.memory import Replica, fitted
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.stop_strings import stop_strings
@@ -66,6 +68,7 @@ class OpenModel:
     params: Params
     tokenizer: Tokenizer
     name: str = "model"  # path that it was opened from
+    memory: float = 0.0  # bytes for slots and cache; 0: no limit is known
     programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # compiled, by their sizes
 
     def generate(
@@ -150,11 +153,14 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
     check_vocabulary(tokenizer, source.config.vocab_size)
     mesh = make_mesh(devices=jax.local_devices()[:1])
     role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
+    params = load_params(role, source, seed=0)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
     return OpenModel(
         spec=role.spec,
-        params=load_params(role, source, seed=0),
+        params=params,
         tokenizer=tokenizer,
         name=model.path,
+        memory=free_memory(2 * size),  # generation merges a copy
     )
 
 
@@ -341,6 +347,14 @@ def _arguments(model: OpenModel, batch: _Batch) -> tuple[_How, tuple[Any, ...]]:
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt.token_ids)] = prompt.token_ids
     settings = GenerationSettings(sampling=batch.sampling, group=n, pad_id=model.tokenizer.pad_id)
+    replica = Replica(
+        config=model.spec.config,
+        dtype=model.spec.dtype,
+        tensor=1,
+        samples=rows * n,
+        width=tokens.shape[1],
+    )
+    settings = fitted(settings, replica, model.memory)
     return _How(tokens.shape, settings, batch.longest), (
         np.repeat(tokens, n, axis=0),
         np.repeat(lengths, n),

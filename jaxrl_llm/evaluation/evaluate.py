@@ -41,6 +41,7 @@ from jaxrl_llm.generation.engine import (
     compiler_options,
     generate_on_mesh,
 )
+from jaxrl_llm.generation.memory import GB, Replica, fitted
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
@@ -99,6 +100,7 @@ class Validator:
         max_prompt_length: int,
         dtype: str,
         seed: int,
+        memory: float = 0.0,
     ):
         self.num_prompts = len(prompts)
         self._tokenizer = tokenizer
@@ -109,7 +111,7 @@ class Validator:
         self._max_prompt_length = max_prompt_length
         self._mesh = role.mesh
         self._settings = settings
-        self._dtype, self._seed = dtype, seed
+        self._dtype, self._seed, self._memory = dtype, seed, memory
         self._sharding = batch_sharding(role.mesh)
         self._rows = host_rows(self._sharding, self._batch_size * self._n, self._n)
         groups = np.unique(self._rows.held // self._n).tolist()
@@ -137,9 +139,17 @@ class Validator:
         return other
 
     def _compile(self, role: Role) -> Callable[..., Any]:
-        settings = replace(self._settings, attention=role.forward.attention)
-        answering = _Answering(role=role, dtype=self._dtype, seed=self._seed, settings=settings)
         samples = self._batch_size * self._n // role.generation.num_replicas
+        replica = Replica(
+            config=role.spec.config,
+            dtype=self._dtype,
+            tensor=role.generation.size("mlp"),
+            samples=samples,
+            width=self._max_prompt_length,
+        )
+        settings = replace(self._settings, attention=role.forward.attention)
+        settings = fitted(settings, replica, self._memory)
+        answering = _Answering(role=role, dtype=self._dtype, seed=self._seed, settings=settings)
         options = compiler_options(samples, settings.num_slots)
         tails = range(len(tails_of(settings, samples)))
         if tails and role.mesh.size == 1 and jax.process_count() == 1:
@@ -319,6 +329,7 @@ def open_validator(
         max_prompt_length=config.data.max_prompt_length,
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,
+        memory=validation.memory_gb * GB,
     )
 
 

@@ -3,11 +3,14 @@
 A model is a Hugging Face directory or one of our checkpoints.
 """
 
+import math
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm.checkpoint import identity, layout, manager, peft
 from jaxrl_llm.checkpoint.huggingface import (
@@ -19,15 +22,18 @@ from jaxrl_llm.checkpoint.huggingface import (
 )
 from jaxrl_llm.checkpoint.stored_models import StoredModel, stored_model
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
+from jaxrl_llm.distributed.device_memory import free_memory
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.evaluation.evaluate import Validation, open_validator
 from jaxrl_llm.evaluation.model_card import RunFacts, model_card
+from jaxrl_llm.generation.memory import GB
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
-from jaxrl_llm.plan.roles import CRITIC_BASE, make_role
+from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.weights import adapted_role, base_digests, load_params, restored
 from jaxrl_llm.references import exists
 from jaxrl_llm.tokenizer import check_vocabulary, load_tokenizer, set_chat_variables
@@ -49,9 +55,24 @@ def evaluate(config: Config) -> Validation:
     check_vocabulary(tokenizer, source.config.vocab_size)
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
+    config = _with_memory(config, role)
     with ExitStack() as stack:
         validator = open_validator(config, role, tokenizer, None, stack)
         return validator.run(load_params(role, source, config.seed), 0)
+
+
+def _with_memory(config: Config, role: Role) -> Config:
+    """`config` with the memory of a device that the model leaves free for slots and cache."""
+    validation, itemsize = config.validation, np.dtype(config.rollout.dtype or role.forward.dtype)
+    copy = role.spec.num_params * itemsize.itemsize / role.generation.size("mlp")
+    kept = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(role.abstract())
+    )
+    free = min(gather_objects(free_memory(kept + copy), "free memory"))
+    return replace(
+        config, validation=replace(validation, memory_gb=validation.memory_gb or free / GB)
+    )
 
 
 # ------------------------------------------------------------------------- export

@@ -30,7 +30,7 @@ class EngineSizes:
 
 def engine_sizes(
     settings: GenerationSettings,
-    prompts_NP: jax.Array,
+    prompts_NP: jax.Array | jax.ShapeDtypeStruct,
     prefill_attention: Implementation,
     num_continued: int = 0,
 ) -> EngineSizes:

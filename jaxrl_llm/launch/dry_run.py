@@ -9,10 +9,9 @@ from jaxrl_llm.config import Config, is_offline, to_json
 from jaxrl_llm.data.run_data import train_sources
 from jaxrl_llm.data.shown_rows import shown_rows
 from jaxrl_llm.distributed.multihost import is_main
-from jaxrl_llm.estimate.devices import Devices
-from jaxrl_llm.estimate.estimate import Estimate, placed
-from jaxrl_llm.estimate.rates import rates_of
-from jaxrl_llm.estimate.work import work_of
+from jaxrl_llm.estimate.estimate import Estimate
+from jaxrl_llm.estimate.fitting import planned_here
+from jaxrl_llm.estimate.report import generation_line
 from jaxrl_llm.launch.host_memory import host_memory
 from jaxrl_llm.plan.models import find_tokenizer, open_meshes
 from jaxrl_llm.plan.plan import Plan
@@ -57,7 +56,7 @@ def dry_run(config: Config, *, show: int = 0) -> list[str]:
             *(f"  {_segment(segment)}" for segment in plan.at(1).program.segments),
             "models",
             *(f"  {_model(role)}" for role in plan.roles.values()),
-            *_memory_lines(_estimate(config)),
+            *_memory_lines(planned_here(config)),
             f"a checkpoint takes up to {_gb(checkpoint)}",
             f"wrote {resolved}",
             "dry run: nothing was trained",
@@ -108,12 +107,6 @@ def _model(role: Role) -> str:
     return f"{role.name}: {spec.num_params:,} parameters, {shape}, {learns}"
 
 
-def _estimate(config: Config) -> Estimate:
-    hosts = max(1, jax.process_count())
-    devices = Devices(mesh=config.mesh, hosts=hosts, rates=rates_of("h200"))
-    return placed(work_of(config), config, devices)
-
-
 def _memory_lines(planned: Estimate) -> list[str]:
     used = max(planned.temporaries.items(), key=lambda of: of[1], default=("", 0.0))
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -126,6 +119,8 @@ def _memory_lines(planned: Estimate) -> list[str]:
         f"  on top in the largest stage, {used[0]}: {_gb(used[1])}",
         f"  peak: {_gb(planned.peak)}; {whose} has {_gb(has)}",
     ]
+    if line := generation_line(planned):
+        lines.append(f"  {line}")
     if planned.peak > has:
         lines.append("  it may not fit: `jaxrl plan` shows what each stage needs, and layouts")
     return lines

@@ -81,6 +81,9 @@ def start(
     if mesh != config.mesh:
         config = replace(config, mesh=mesh)
         check(config)  # more replicas may not divide the batch
+    from jaxrl_llm.estimate.fitting import with_memory
+
+    config = with_memory(config)
     if config.compile_cache:
         enable_compile_cache(config.compile_cache)
     elif not os.environ.get(COMPILE_CACHE):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
 from jaxrl_llm.generation.engine import (
     GenerationInPieces,
@@ -16,6 +17,7 @@ from jaxrl_llm.generation.engine import (
     compiler_options,
     generate_on_mesh,
 )
+from jaxrl_llm.generation.memory import Replica
 from jaxrl_llm.generation.partial_responses import (
     ResponseParts,
     Responses,
@@ -30,6 +32,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_state import params_of
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.plan.stages import ModelStage
 from jaxrl_llm.program.stage import StageOutput
@@ -38,6 +41,25 @@ UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 SAMPLED = ("responses", "response_lengths", "mask", "rollout_logprobs")
 CONTINUED: tuple[str, ...] = (*SAMPLED, "policy_versions")  # fields of responses in parts
 RESPONSES = (*CONTINUED, KEPT)  # the fields of `Responses`
+
+
+def replica_of(config: Config, model: ModelConfig, *, rows: int, tensor: int) -> Replica:
+    """What a replica with `rows` samples of a rollout generates, on `tensor` devices.
+
+    With partial rollouts, responses that go on have rows too, for prompt and response so far. The
+    slots belong to one batch.
+    """
+    data = config.data
+    older = config.max_staleness if config.partial_rollouts else 0
+    return Replica(
+        config=model,
+        dtype=config.rollout.dtype or config.actor.dtype,
+        tensor=tensor,
+        samples=rows * (1 + older),
+        width=data.max_prompt_length + (data.max_response_length if older else 0),
+        live=rows,
+        num_continued=rows * older,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +247,10 @@ def loop_counts(out: GenerationOutput) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GenerateGreedily(ModelStage):
-    """The actor's most likely answer to each prompt, on the first sample of its group."""
+    """The actor's most likely answer to each prompt, on the first sample of each `group`."""
 
     how: Generation
+    group: int
     compiler_options: Mapping[str, int] | tuple[()]
 
     generates = True
@@ -243,13 +266,9 @@ class GenerateGreedily(ModelStage):
         prompt_lengths: jax.Array,
         sample_ids: jax.Array,
     ) -> StageOutput:
-        settings = self.how.settings
-        rows, group = prompt_lengths.shape[0], settings.group
         # The others of a group are rows without a prompt: they generate nothing and take no slot.
-        lengths = jnp.where(jnp.arange(rows) % group == 0, prompt_lengths, 0)
-        slots = settings.num_slots or -(-rows // (self.model.generation.num_replicas * group))
-        greedy = replace(settings.sampling, temperature=0.0)
-        settings = replace(settings, sampling=greedy, group=1, num_slots=slots)
+        first = jnp.arange(prompt_lengths.shape[0]) % self.group == 0
+        lengths, settings = jnp.where(first, prompt_lengths, 0), self.how.settings
         out = self.how.run(self.model, state, step, prompts, lengths, sample_ids, settings)
         return StageOutput(
             {

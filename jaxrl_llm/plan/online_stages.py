@@ -1,7 +1,7 @@
 """Which stages an iteration of online RL has, and which of them the source of batches runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,6 +10,7 @@ from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.generation.memory import GB, fitted
 from jaxrl_llm.generation.partial_responses import ResponseParts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
@@ -19,7 +20,13 @@ from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.dataflow import plan
-from jaxrl_llm.plan.generating import ContinueResponses, Generate, GenerateGreedily, Generation
+from jaxrl_llm.plan.generating import (
+    ContinueResponses,
+    Generate,
+    GenerateGreedily,
+    Generation,
+    replica_of,
+)
 from jaxrl_llm.plan.roles import (
     TEACHER,
     Role,
@@ -172,32 +179,44 @@ class OnlineStages:
         return catalogue + self._updates(sizes, own_logprobs=own_logprobs)
 
     def _generation(self) -> list[Stage]:
-        config, sampler = self.config, self.sampler
+        config, sampler, n = self.config, self.sampler, self.config.rollout.n
+        samples = config.data.train_batch_size * n
+        rows = samples // sampler.generation.num_replicas
+        replica = replica_of(
+            config, sampler.spec.config, rows=rows, tensor=sampler.generation.size("mlp")
+        )
+        memory = config.rollout.memory_gb * GB
+        asked = GenerationSettings(
+            sampling=self.sampling,
+            group=n,
+            num_slots=config.rollout.num_slots,
+            cache_tokens=config.rollout.cache_tokens,
+            pad_id=self.pad_id,
+            quantization=config.rollout.quantization,
+            record_routes=replays_routes(config, self.roles["actor"]),
+            record_kept=bool(self._kept),
+            attention=sampler.forward.attention,
+            strict=sampler.forward.strict,
+        )
         how = Generation(
-            samples=config.data.train_batch_size * config.rollout.n,
+            samples=samples,
             dtype=rollout_dtype(config),
             seed=config.seed,
-            settings=GenerationSettings(
-                sampling=self.sampling,
-                group=config.rollout.n,
-                num_slots=config.rollout.num_slots,
-                cache_tokens=config.rollout.cache_tokens,
-                pad_id=self.pad_id,
-                quantization=config.rollout.quantization,
-                record_routes=replays_routes(config, self.roles["actor"]),
-                record_kept=bool(self._kept),
-                attention=sampler.forward.attention,
-                strict=sampler.forward.strict,
-            ),
+            settings=fitted(asked, replica, memory),
         )
-        settings: dict[str, Any] = {
-            "model": sampler,
-            "how": how,
-            "compiler_options": how.compiler_options(sampler),
-        }
+        prompts = -(-rows // n)
+        greedy = replace(asked, sampling=replace(self.sampling, temperature=0.0), group=1)
+        greedy = fitted(greedy, replace(replica, live=prompts), memory)
+        greedy = replace(greedy, num_slots=greedy.num_slots or prompts)
+        options = how.compiler_options(sampler)
         return [
-            Generate(parts=self.parts, **settings),
-            GenerateGreedily(**settings),
+            Generate(model=sampler, how=how, compiler_options=options, parts=self.parts),
+            GenerateGreedily(
+                model=sampler,
+                how=replace(how, settings=greedy),
+                compiler_options=options,
+                group=n,
+            ),
         ]
 
     @property

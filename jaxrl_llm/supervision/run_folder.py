@@ -64,6 +64,8 @@ DEVICE_KEYS = (
     "reward.num_workers",
     "rollout.num_slots",
     "rollout.cache_tokens",
+    "rollout.memory_gb",
+    "validation.memory_gb",
     "*.micro_batch_size",
     "*.micro_batch_tokens",
     "*.remat",

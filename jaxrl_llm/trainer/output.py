@@ -28,11 +28,13 @@ from jaxrl_llm.config import (
 from jaxrl_llm.distributed.multihost import barrier, fetch_rows, is_main
 from jaxrl_llm.evaluation.evaluate import Validation, graded_as_trained
 from jaxrl_llm.generation.completions import completions_of
+from jaxrl_llm.generation.memory import words_of
 from jaxrl_llm.generation.stop_strings import Stops
 from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers, tracker_names
+from jaxrl_llm.plan.generating import Generate
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.stage import StepContext
@@ -354,7 +356,7 @@ def _samples(
 def about(
     plan: Plan, *, run_dir: Path, num_train: int, num_held_out: int, step: int | None, steps: int
 ) -> dict[str, str]:
-    """A line for each of: run, devices, model, data, reward of online runs, versions.
+    """A line for each of: run, devices, model, slots, data, reward of online runs, versions.
 
     `step` is None for a new run.
     """
@@ -365,6 +367,7 @@ def about(
         "run": f"{run_dir}, {state}, {steps:,} steps",
         "devices": _devices(plan),
         "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
+        **({"generation": line} if (line := _generation(plan)) else {}),
         "data": f"{num_train:,} training rows{held_out}",
         **({"reward": reward} if (reward := reward_text(plan.config.reward)) else {}),
         **({"grader": grader_text(plan.config)} if num_held_out and reward else {}),
@@ -410,6 +413,16 @@ def _devices(plan: Plan) -> str:
     along = f" ({', '.join(sizes)})" if sizes else ""
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{plan.num_devices} x {mesh.devices.flat[0].device_kind}{along}{processes}"
+
+
+def _generation(plan: Plan) -> str:
+    """The slots and cache tokens of a replica; empty where nothing had to be found."""
+    memory = plan.config.rollout.memory_gb
+    stage = next((s for s in plan.at(1).stages if isinstance(s, Generate)), None)
+    if not memory or stage is None:
+        return ""
+    samples = stage.how.samples // stage.model.generation.num_replicas
+    return f"{words_of(stage.how.settings, samples)}, in {memory:g} GB"
 
 
 def _model(name: str, role: Role) -> str:

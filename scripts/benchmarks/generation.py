@@ -1,5 +1,6 @@
 """Generation with random weights: fixed batches, the RL mix, own lengths, and prefill alone."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,11 +22,15 @@ from benchmarks.roofline import (
 from benchmarks.workloads import GenerationWorkload, generation_workloads
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.device_memory import free_memory
 from jaxrl_llm.distributed.layout import Layout, generation_layout, mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated, shardings
+from jaxrl_llm.estimate.memory import float8_bytes
 from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
+from jaxrl_llm.generation.memory import GB, Replica, fitted
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.sizes import slots_of
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
 
@@ -43,6 +48,14 @@ class Weights:
             self.shardings,
         )
         self.spec, self._users, self._params = spec, users, None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parameters on a device."""
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(self.abstract)
+        )
 
     def get(self) -> Any:
         """The parameters, made on first use."""
@@ -91,6 +104,7 @@ class Generation(Case):
         spread = np.linspace(0, work.rows - 1, self.num_checked).astype(int)
         spread[1] = np.argmax(work.limits)
         self.checked = np.unique(spread)
+        self.settings = self._settings()
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
         work = self.work
@@ -105,8 +119,8 @@ class Generation(Case):
         )
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
-        num_slots = self.config.rollout.num_slots
-        options = compiler_options(work.rows // self.layout.num_replicas, num_slots)
+        rows = work.rows // self.layout.num_replicas
+        options = compiler_options(rows, self.settings.num_slots)
         answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
         return {
             "main": answer.lower(self.weights.abstract, *inputs, key),
@@ -168,6 +182,8 @@ class Generation(Case):
             "ms a decode step": 1e3 * seconds / max(steps, 1),
             "decode steps": steps,
             "prefills": int(np.max(np.asarray(self.prefills))),
+            "slots": slots_of(self.settings, self.work.rows // self.layout.num_replicas),
+            "cache tokens": self.settings.cache_tokens,
         }
         limits = limits_of(jax.devices()[0].device_kind)
         return figures if limits is None else figures | self._of_roofline(seconds, limits)
@@ -195,11 +211,6 @@ class Generation(Case):
     def _answer(
         self, params: Any, prompts: Any, lengths: Any, sample_ids: Any, limits: Any, key: Any
     ) -> GenerationOutput:
-        rollout = self.config.rollout
-        sampling = SamplingParams(
-            max_new_tokens=max(self.work.limits),
-            temperature=rollout.temperature,
-        )
         return generate_on_mesh(
             self.spec,
             params,
@@ -207,17 +218,37 @@ class Generation(Case):
             lengths,
             sample_ids,
             key,
-            GenerationSettings(
-                sampling=sampling,
-                group=self.work.samples,
-                num_slots=rollout.num_slots,
-                cache_tokens=rollout.cache_tokens,
-                quantization=rollout.quantization,
-                attention=self.config.actor.attention,
-            ),
+            self.settings,
             layout=self.layout,
             limits_N=limits,
         )
+
+    def _settings(self) -> GenerationSettings:
+        """The settings, with the slots and cache tokens that fit next to the weights."""
+        work, rollout, model = self.work, self.config.rollout, self.spec.config
+        settings = GenerationSettings(
+            sampling=SamplingParams(
+                max_new_tokens=max(work.limits),
+                temperature=rollout.temperature,
+            ),
+            group=work.samples,
+            num_slots=rollout.num_slots,
+            cache_tokens=rollout.cache_tokens,
+            quantization=rollout.quantization,
+            attention=self.config.actor.attention,
+        )
+        tensor = self.layout.size("mlp")
+        held = self.weights.bytes
+        if rollout.quantization == "float8":
+            held += float8_bytes(model) / tensor
+        replica = Replica(
+            config=model,
+            dtype=self.spec.dtype,
+            tensor=tensor,
+            samples=work.rows // self.layout.num_replicas,
+            width=work.prompt_length,
+        )
+        return fitted(settings, replica, rollout.memory_gb * GB or free_memory(held))
 
 
 class Prefill(Generation):

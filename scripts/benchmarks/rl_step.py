@@ -17,6 +17,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.estimate.fitting import with_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.trainer.clock import segment_flops
@@ -31,6 +32,7 @@ class RlStep(Case):
     warm = True
 
     def __init__(self, shape: str, model: ModelConfig, workload: str, config: Config) -> None:
+        config = with_memory(config)
         self.shape, self.model, self.config = shape, model, config
         self.name = step_name(workload, config)
         self.mesh = mesh_of(config.mesh, [model.num_kv_heads])

@@ -20,11 +20,12 @@ from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.reshard import switch_bytes as real_switch_bytes
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.estimate import automatic as planner
+from jaxrl_llm.estimate import fitting
 from jaxrl_llm.estimate.automatic import automatic, best_placements, shares
 from jaxrl_llm.estimate.compiled import RealPrograms, with_compiled
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import estimate, placed
-from jaxrl_llm.estimate.memory import cache_tokens, saved_bytes
+from jaxrl_llm.estimate.memory import replica_in, saved_bytes
 from jaxrl_llm.estimate.packing import Rows, rows_of
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.search import _meshes, best_layouts
@@ -32,15 +33,13 @@ from jaxrl_llm.estimate.seconds import _decoding
 from jaxrl_llm.estimate.traffic import switch_bytes, switch_traffic, update_traffic
 from jaxrl_llm.estimate.work import Samples, work_of
 from jaxrl_llm.generation.engine import begin
-from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.memory import cache_bytes
 from jaxrl_llm.launch import commands
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.decoder import Block, rematerialised
 from jaxrl_llm.models.expert_rows import Stacked
 from jaxrl_llm.models.experts import experts_of_tokens
 from jaxrl_llm.models.families import to_hf_config
-from jaxrl_llm.models.flops import kv_bytes_per_token
 from jaxrl_llm.models.layers import rope_tables
 from jaxrl_llm.models.shapes import SHAPES, num_parameters
 
@@ -286,17 +285,20 @@ def test_packed_rows_hold_a_prompt_once_and_count_visible_pairs():
 def test_a_response_that_goes_on_takes_the_cache_of_the_engine():
     config = tiny(c.GRPO(), max_staleness=2, partial_rollouts=3)
     work = work_of(config)
+    assert work.settings is not None
     spec = model_spec(work.actor.config)
-    settings = GenerationSettings(sampling=SamplingParams(max_new_tokens=8))
-    rows, key = jnp.zeros((64, 8 + 8), jnp.int32), jax.random.key(0)
-    ones = jnp.ones(64, jnp.int32)
+    settings = replace(work.settings, num_slots=64)
+    rows, key = jnp.zeros((3 * 64, 8 + 8), jnp.int32), jax.random.key(0)  # two batches go on
+    ones = jnp.ones(3 * 64, jnp.int32)
     arguments = (rows, ones, ones, key, settings)
-    state = jax.eval_shape(lambda params: begin(spec, params, *arguments), spec.params)
+    state = jax.eval_shape(
+        lambda params: begin(spec, params, *arguments, num_continued=2 * 64), spec.params
+    )
     real = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
-    planned = sum(cache_tokens(work, work.samples)) * kv_bytes_per_token(spec.config, 4)
-    assert planned == real
-    whole = replace(work, config=replace(config, partial_rollouts=0))
-    assert sum(cache_tokens(whole, work.samples)) < sum(cache_tokens(work, work.samples))
+    replica = replica_in(work, Devices(mesh=config.mesh, hosts=1, rates=H200))
+    assert cache_bytes(settings, replica) == real
+    whole = replace(replica, samples=64, width=8, num_continued=0)
+    assert cache_bytes(settings, whole) < real
 
 
 def collectives(jaxpr) -> float:
@@ -545,8 +547,8 @@ def test_a_rollout_apart_may_have_a_host_of_its_own():
 
 def test_processes_with_other_devices_choose_by_the_least_memory(monkeypatch):
     seen = [["h200", 90e9], ["h200", 70e9], ["h200", None]]
-    monkeypatch.setattr(planner, "gather_objects", lambda value, name: [value, *seen])
-    rates, known = planner._rates_here()
+    monkeypatch.setattr(fitting, "gather_objects", lambda value, name: [value, *seen])
+    rates, known = fitting.rates_here()
     assert (rates.capacity, known) == (70e9, False)  # a CPU has no data sheet
 
 
@@ -559,7 +561,7 @@ def test_auto_gives_a_config_that_uses_all_devices_and_says_why(capsys):
 @pytest.mark.parametrize(("prompts", "placement"), [(1, ["rollout"]), (64, [])])
 def test_auto_compares_one_group_with_a_rollout_apart(monkeypatch, prompts, placement):
     """Few long answers leave devices idle, which can learn meanwhile; many do not."""
-    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    monkeypatch.setattr(planner, "rates_here", lambda: (H200, True))
     config = large(4, placement="auto", max_staleness=1)
     data = replace(config.data, train_batch_size=16 * prompts)
     actor = replace(config.actor, ppo_mini_batch_size=16 * prompts)
@@ -571,7 +573,7 @@ def test_auto_compares_one_group_with_a_rollout_apart(monkeypatch, prompts, plac
 
 
 def test_auto_searches_what_is_kept_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    monkeypatch.setattr(planner, "rates_here", lambda: (H200, True))
     config = large(placement="auto")
     config = replace(config, actor=replace(config.actor, remat="none"))
     chosen, lines = automatic(config)
@@ -590,7 +592,7 @@ def test_auto_searches_what_is_kept_for_the_backward_pass(monkeypatch):
 def test_roles_apart_have_whole_hosts_over_several_processes(
     monkeypatch, hosts, nodes, placement, why_not
 ):
-    monkeypatch.setattr(planner, "_rates_here", lambda: (H200, True))
+    monkeypatch.setattr(planner, "rates_here", lambda: (H200, True))
     monkeypatch.setattr(planner, "gather_objects", lambda value, name: hosts)
     monkeypatch.setattr(planner, "devices_of_nodes", lambda: [list(node) for node in nodes])
     chosen, lines = automatic(large(4, placement="auto", max_staleness=1))

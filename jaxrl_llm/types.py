@@ -63,6 +63,10 @@ class RolloutBatch:
     # The tokens that the sampler's filters kept at each place, -1 for no token. Log-probs, entropy
     # and KL are over these tokens.
     rollout_kept: Int[Array, "B R K"] | None = None
+    # On a sampled token, the number of its turn in the response, from 0 on; -1 elsewhere.
+    turn_ids: Int[Array, "B R"] | None = None
+    # On the sampled tokens of a turn, an int32 hash of the state in which the turn begins.
+    state_keys: Int[Array, "B R"] | None = None
     # With partial rollouts: updates of the policy that sampled each token; -1 outside of the mask.
     policy_versions: Int[Array, "B R"] | None = None
     old_logprobs: Float[Array, "B R"] | None = None  # from the trainer before the update

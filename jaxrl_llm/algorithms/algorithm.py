@@ -162,6 +162,7 @@ def check_settings(fn: Callable[..., Any]) -> None:
         "scores": jax.ShapeDtypeStruct((1,), jnp.float32),
     }
     token = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    shapes |= dict.fromkeys(("turn_ids", "state_keys"), jax.ShapeDtypeStruct((1, 1), jnp.int32))
     names = field_names(fn)
     if "reward_parts" not in names:  # how many parts there are only the run knows
         jax.eval_shape(fn, *(shapes.get(name, token) for name in names))

@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms import (
     policy_losses,
     preference_losses,
     sequence_losses,
+    turn_advantages,
 )
 from jaxrl_llm.algorithms.algorithm import Algorithm, compose
 from jaxrl_llm.algorithms.kl import kl_penalty
@@ -133,6 +134,32 @@ def optimal_token_baseline(s: c.OptimalTokenBaseline) -> Algorithm:
     return compose(s, partial(advantage, handle_zero_tail=s.handle_zero_tail), _clip(s))
 
 
+def turn_ppo(s: c.TurnPPO) -> Algorithm:
+    advantage = partial(turn_advantages.turn_gae, gamma=s.gamma, lam=s.lam)
+    return compose(s, advantage, _clip(s), partial(clipped_value_loss, cliprange=s.cliprange_value))
+
+
+def turn_baseline(s: c.TurnBaseline) -> Algorithm:
+    return compose(s, partial(turn_advantages.turn_baseline, gamma=s.gamma), _clip(s))
+
+
+def discounted_turns(s: c.DiscountedTurns) -> Algorithm:
+    advantage = partial(
+        turn_advantages.discounted_turns, gamma=s.gamma, norm_adv_by_std=s.norm_adv_by_std
+    )
+    return compose(s, advantage, _clip(s))
+
+
+def gigpo(s: c.GiGPO) -> Algorithm:
+    advantage = partial(
+        turn_advantages.gigpo,
+        gamma=s.gamma,
+        step_weight=s.step_weight,
+        norm_adv_by_std=s.norm_adv_by_std,
+    )
+    return compose(s, advantage, _clip(s))
+
+
 def gspo(s: c.GSPO) -> Algorithm:
     loss = partial(sequence_losses.gspo, clip_low=s.clip_low, clip_high=s.clip_high)
     return compose(s, _group_advantage(s), loss)
@@ -246,7 +273,8 @@ def _trust_region(s: c.DPPOTV, loss: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-# The two names of `Pair`, which are verl's: the algorithm whose advantage or loss each takes.
+# The two names of `Pair`: the algorithm whose advantage or loss each takes. They are verl's, which
+# has no estimators of turns.
 ESTIMATORS: dict[str, type[c.Composed]] = {
     "gae": c.PPO,
     "grpo": c.GRPO,
@@ -259,6 +287,10 @@ ESTIMATORS: dict[str, type[c.Composed]] = {
     "opo": c.OPO,
     "gpg": c.GPG,
     "optimal_token_baseline": c.OptimalTokenBaseline,
+    "turn_gae": c.TurnPPO,
+    "turn_baseline": c.TurnBaseline,
+    "discounted_turns": c.DiscountedTurns,
+    "gigpo": c.GiGPO,
 }
 LOSSES: dict[str, type[c.Composed]] = {
     "vanilla": c.PPO,
@@ -371,6 +403,10 @@ BUILDERS: dict[type[Any], Callable[[Any], Algorithm | OfflineAlgorithm]] = {
     c.ReMax: remax,
     c.OPO: opo,
     c.OptimalTokenBaseline: optimal_token_baseline,
+    c.TurnPPO: turn_ppo,
+    c.TurnBaseline: turn_baseline,
+    c.DiscountedTurns: discounted_turns,
+    c.GiGPO: gigpo,
     c.GSPO: gspo,
     c.CISPO: cispo,
     c.SAPO: sapo,

@@ -196,6 +196,34 @@ class OptimalTokenBaseline(Clipped, kind="optimal_token_baseline"):
     handle_zero_tail: bool = True  # whether the baseline is 0 where one sample of a group is left
 
 
+class TurnPPO(PPO, kind="turn_ppo"):
+    """PPO with GAE over the turns of a response. arXiv:2402.19446, arXiv:2510.16907."""
+
+    gamma: Fraction = 1.0  # discount of the next turn
+    lam: Fraction = 1.0  # lambda of GAE over turns
+
+
+class TurnBaseline(Clipped, kind="turn_baseline"):
+    """A turn's return to go is compared with the group's other samples at the same turn."""
+
+    gamma: Fraction = 1.0  # discount of the next turn
+
+
+class DiscountedTurns(Clipped, kind="discounted_turns"):
+    """A turn's discounted return, standardised over the turns of its group. arXiv:2507.11948."""
+
+    gamma: Fraction = 0.4  # discount of the next turn
+    norm_adv_by_std: bool = True  # whether advantages are divided by the std of the group's turns
+
+
+class GiGPO(Clipped, kind="gigpo"):
+    """GiGPO: GRPO, and turns that begin in equal states are compared. arXiv:2505.10978."""
+
+    gamma: Fraction = 0.95  # discount of the next turn
+    step_weight: NotNegative = 1.0  # weight of the comparison of turns
+    norm_adv_by_std: bool = True  # whether both advantages are divided by a standard deviation
+
+
 class GroupAdvantage(Composed):
     """A policy loss on the advantages of GRPO."""
 
@@ -288,6 +316,7 @@ class Pair(Shared, kind="pair"):
     adv_estimator: Literal[
         "gae", "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "optimal_token_baseline",
+        "turn_gae", "turn_baseline", "discounted_turns", "gigpo",
     ] = "gae"  # fmt: skip
     # Policy loss.
     loss_mode: Literal[

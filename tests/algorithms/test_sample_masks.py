@@ -59,6 +59,8 @@ def fields_of(num_samples: int) -> dict[str, np.ndarray]:
         "teacher_logprobs": -np.abs(tokens()),
         "sum_pi_squared": np.abs(tokens()),
         "importance_weights": 1.0 + 0.1 * np.abs(tokens()),
+        "turn_ids": np.tile(np.arange(TOKENS, dtype=np.int32) // 2, (num_samples, 1)),
+        "state_keys": draw.integers(0, 2, (num_samples, TOKENS)).astype(np.int32),
         "teacher_top_logprobs": -np.abs(draw.normal(size=(num_samples, TOKENS, 3))),
     }
 

@@ -77,6 +77,8 @@ def test_there_is_no_algorithm_that_is_not_tested():
     online = {kind for kind, cls in KINDS.items() if issubclass(cls, Online)}
     # Algorithms of tests/trainer/test_composed.py, which need a teacher or keep samples.
     others = {"rejection_sampling", "distillation", "distillation_top_k"}
+    # Algorithms of tests/plan/test_turn_credit.py.
+    others |= {"turn_ppo", "turn_baseline", "discounted_turns", "gigpo"}
     assert online - others == ALIASES.keys()
 
 

@@ -81,11 +81,6 @@ class Conversation:
         self._ending: StopReason | None = None  # why no turn follows the one that was sampled
 
     @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn."""
-        return self._style.stop_ids
-
-    @property
     def limit(self) -> int:
         """The most tokens of the next turn."""
         left = self._budgets.max_response_length - len(self.response)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import WeakValueDictionary
 
 from jaxrl_llm.agents.conversation import Append, Budgets, Conversation, End
 from jaxrl_llm.agents.environments import EnvironmentInfo
@@ -33,6 +34,7 @@ class EngineSequence(Protocol):
 
     tokens: list[int]
     logprobs: list[float]  # as long as `tokens`
+    versions: list[int]  # as long as `tokens`; -1 where the policy did not sample
     num_prompt: int
     status: Literal["queued", "running", "waiting", "ended"]
     stop_reason: Literal["stop", "length", "context", "aborted"] | None
@@ -46,7 +48,11 @@ class Engine(Protocol):
         """Whether something is queued or runs."""
         ...
 
-    def add(self, prompt: Sequence[int], *, limit: int, key: Any, **options: Any) -> Any:
+    def beginning(self, tokens: Sequence[int]) -> Any:
+        """A prompt that several sequences share."""
+        ...
+
+    def add(self, prompt: Sequence[int], *, limit: int, beginning: Any, **options: Any) -> Any:
         """Begin a sequence."""
         ...
 
@@ -74,9 +80,9 @@ class Sample:
     prompt: "Prompt"
     step: int
     sample: int  # its number in the step
-    key: Any  # key of its draws, for the engine
     group: int = 0  # number of its prompt in the step
-    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of engine.add
+    # Further arguments of `engine.add`: the keys of its draws, and how it is sampled.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +106,6 @@ class _Live:
     session: int = 0
     conversation: Conversation | None = None
     sequence: Any = None
-    seen: int = 0  # ids of the sequence whose version is known
-    turn_start: int = 0  # place in the sequence where the turn began
-    versions: list[int] = field(default_factory=list)
     history: list[tuple[Action, Value]] = field(default_factory=list)
     retries: int = 0
     differs: bool = False
@@ -116,12 +119,12 @@ class Driver:
     """Takes samples, and gives their trajectories. One thread uses it, with one engine."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Tools, settings: DriverSettings) -> None:
-        self.version = 0  # version of the policy whose tokens arrive
         self._tokenizer, self._tools, self._settings = tokenizer, tools, settings
         self._schemas = {info.name: info.schema for info in tools.description.tools}
         self._async = {info.name for info in tools.description.tools if info.is_async}
         self._environments = {info.name: i for i, info in enumerate(tools.description.environments)}
         self._styles: dict[str, Style] = {}
+        self._beginnings: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self._live: dict[int, _Live] = {}  # by the identity of the sequence
         self._finished: list[Trajectory] = []
         self._num_live = self._sessions = 0
@@ -130,6 +133,13 @@ class Driver:
     def has_work(self) -> bool:
         """Whether a sample has not ended."""
         return bool(self._num_live or self._finished)
+
+    def stop_ids(self, *, plain: bool) -> tuple[int, ...]:
+        """Ids that end a turn, for the engine. `plain`: prompts are texts, not messages."""
+        ids = dict.fromkeys(self._tokenizer.stop_ids)
+        for info in self._tools.description.environments if plain else ():
+            ids |= dict.fromkeys(PlainStyle(self._tokenizer, info.stop).stop_ids)
+        return tuple(ids)
 
     def close(self) -> None:
         """End the processes of tools and environments."""
@@ -171,7 +181,6 @@ class Driver:
         """End all samples as they are. Those in the hands of a tool are left out."""
         for live in list(self._live.values()):
             if live.ending is None:
-                self._stamp(live)
                 self._finish(engine, live, "aborted")
         finished, self._finished = self._finished, []
         return finished
@@ -228,9 +237,12 @@ class Driver:
         elif isinstance(begun, End):
             self._finish(engine, live, begun.reason)
         else:
-            options = {"stop_ids": live.conversation.stop_ids, **live.sample.options}
-            live.sequence = engine.add(begun.ids, limit=begun.limit, key=live.sample.key, **options)
-            live.seen = live.turn_start = len(begun.ids)
+            key = (live.sample.step, live.sample.group, tuple(begun.ids))
+            beginning = self._beginnings.get(key) or engine.beginning(begun.ids)
+            live.sequence = engine.add(
+                begun.ids, limit=begun.limit, beginning=beginning, **live.sample.options
+            )
+            self._beginnings[key] = beginning
             self._live[id(live.sequence)] = live
 
     def _tools_of(self, columns: Mapping[str, Any]) -> dict[str, Schema]:
@@ -267,11 +279,11 @@ class Driver:
 
     def _advanced(self, engine: Engine, live: _Live) -> None:
         """A sequence got tokens, or ended its turn."""
-        self._stamp(live)
         if live.sequence.status in ("queued", "running"):
             return
         assert live.conversation is not None
-        ids = live.sequence.tokens[live.turn_start :]
+        held = len(live.conversation.prompt) + len(live.conversation.response)
+        ids = live.sequence.tokens[held:]
         act = live.conversation.turn(ids, live.sequence.stop_reason)
         if isinstance(act, End):
             self._end(engine, live, act.reason)
@@ -282,19 +294,11 @@ class Driver:
         else:  # none of the calls can be run
             self._go_on(engine, live, live.conversation.observe(()))
 
-    def _stamp(self, live: _Live) -> None:
-        """The version of the ids that were sampled since the last look."""
-        live.versions += [self.version] * (len(live.sequence.tokens) - live.seen)
-        live.seen = len(live.sequence.tokens)
-
     def _go_on(self, engine: Engine, live: _Live, next_: Append | End) -> None:
         if isinstance(next_, End):
             self._end(engine, live, next_.reason)
             return
         engine.append(live.sequence, next_.ids, limit=next_.limit)
-        live.versions += [-1] * len(next_.ids)
-        live.seen += len(next_.ids)
-        live.turn_start = live.seen
 
     def _end(self, engine: Engine, live: _Live, reason: StopReason) -> None:
         """The sample has ended. An environment may still have its reward to give."""
@@ -376,9 +380,11 @@ class Driver:
         self._end_session(live)
         self._num_live -= 1
         logprobs: Sequence[float] = ()
+        versions: Sequence[int] = ()
         if sequence is not None:
             del self._live[id(sequence)]
             logprobs = sequence.logprobs[sequence.num_prompt :]
+            versions = sequence.versions[sequence.num_prompt :]
             if sequence.status == "waiting":
                 engine.finish(sequence)
             elif sequence.status != "ended":
@@ -394,7 +400,7 @@ class Driver:
                 response_ids=tuple(response),
                 mask=tuple(mask),
                 logprobs=tuple(logprobs),
-                versions=tuple(live.versions),
+                versions=tuple(versions),
                 turns=tuple(conversation.turns if conversation else ()),
                 final_reward=live.reward,
                 stop_reason=reason,

@@ -30,7 +30,6 @@ class Style(Protocol):
     """How a conversation becomes ids."""
 
     parser: ToolCallParser
-    stop_ids: tuple[int, ...]  # ids that end a turn
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, to count them."""
@@ -71,7 +70,6 @@ class ChatStyle:
             turns = tokenizer.turns(None, variables)
         self._turns: Turns = turns
         self.parser = ToolCallParser(tokenizer, tools, "plain" if self._listed else "")
-        self.stop_ids = tokenizer.stop_ids
         self._suffix = lru_cache(MOST_SUFFIXES)(self._find_suffix)
         self._as_tool = bool(tools) and self._writes_results(names[0])
         self._check(names[:1])

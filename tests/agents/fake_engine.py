@@ -1,6 +1,6 @@
-"""An engine whose model is a table: a key has the texts of its turns. Turns end in any order."""
+"""An engine whose model is a table: a script has the turns, which end in any order."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 
@@ -8,36 +8,42 @@ from jaxrl_llm.agents.driver import Sample
 
 
 @dataclass(eq=False)
+class FakeBeginning:
+    tokens: list
+
+
+@dataclass(eq=False)
 class FakeSequence:
-    key: tuple
+    script: tuple
     tokens: list
     num_prompt: int
     limit: int
-    stop_ids: tuple
     logprobs: list
-    sampled: list
+    versions: list
     status: str = "running"
     stop_reason: str | None = None
     turn: int = 0
-    given: list = field(default_factory=list)  # what was appended
 
 
 class FakeEngine:
     """`order` shuffles which turns end in a step. `max_context` is the engine's own limit."""
 
-    def __init__(self, tokenizer, order=0, max_context=10_000):
+    def __init__(self, tokenizer, stop_ids, order=0, max_context=10_000):
         self.tokenizer, self.random, self.max_context = tokenizer, Random(order), max_context
-        self.sequences = []
+        self.stop_ids, self.sequences, self.version = stop_ids, [], 0
 
     @property
     def has_work(self):
         return any(sequence.status == "running" for sequence in self.sequences)
 
-    def add(self, prompt, *, limit, key, stop_ids):
-        assert limit > 0
+    def beginning(self, tokens):
+        return FakeBeginning(tokens)
+
+    def add(self, prompt, *, limit, beginning, script):
+        assert limit > 0 and beginning.tokens == prompt
         sequence = FakeSequence(
-            *(key, list(prompt), len(prompt), limit, stop_ids),
-            *([0.0] * len(prompt), [False] * len(prompt)),
+            *(script, list(prompt), len(prompt), limit),
+            *([0.0] * len(prompt), [-1] * len(prompt)),
         )
         self.sequences.append(sequence)
         return sequence
@@ -46,24 +52,23 @@ class FakeEngine:
         assert sequence.status == "waiting" and limit > 0
         sequence.tokens += tokens
         sequence.logprobs += [0.0] * len(tokens)
-        sequence.sampled += [False] * len(tokens)
-        sequence.given.append(list(tokens))
+        sequence.versions += [-1] * len(tokens)
         sequence.status, sequence.limit, sequence.turn = "running", limit, sequence.turn + 1
 
     def step(self):
         running = [s for s in self.sequences if s.status == "running"]
         chosen = self.random.sample(running, self.random.randint(1, len(running)))
         for sequence in chosen:
-            text = sequence.key[sequence.turn]
+            text = sequence.script[sequence.turn]
             ids = text if isinstance(text, list) else self.tokenizer.encode(text)
-            if isinstance(text, str) and not (ids and ids[-1] in sequence.stop_ids):
+            if isinstance(text, str) and not (ids and ids[-1] in self.stop_ids):
                 ids = [*ids, self.tokenizer.eos_id]
             room = min(sequence.limit, self.max_context - len(sequence.tokens))
             sequence.stop_reason = "stop" if len(ids) <= room else "length"
             ids = ids[:room]
             sequence.logprobs += [-0.5 - (len(sequence.tokens) + i) / 1000 for i in range(len(ids))]
             sequence.tokens += ids
-            sequence.sampled += [True] * len(ids)
+            sequence.versions += [self.version] * len(ids)
             sequence.status = "waiting"
         return chosen
 
@@ -96,5 +101,5 @@ def sample_of(tokenizer, number, prompt, turns, **columns):
         step=3,
         sample=number,
         group=number // 2,
-        key=tuple(turns),
+        options={"script": tuple(turns)},
     )

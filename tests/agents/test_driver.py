@@ -40,7 +40,9 @@ def run(tokenizer, samples, order=0, max_context=10_000, **changes):
     key = f"{id(tokenizer)} {max_context} {changes}"
     if key not in _DRIVERS:
         _DRIVERS[key] = opened(tokenizer, max_context, **changes)
-    return _DRIVERS[key].run(FakeEngine(tokenizer, order, max_context), samples)
+    driver = _DRIVERS[key]
+    stop_ids = driver.stop_ids(plain=samples[0].prompt.messages is None)
+    return driver.run(FakeEngine(tokenizer, stop_ids, order, max_context), samples)
 
 
 def one(tokenizer, prompt, turns, columns=None, **changes):
@@ -587,10 +589,10 @@ def test_a_prompt_that_grows_too_long_is_a_failure():
 
 def test_an_abort_keeps_what_was_sampled():
     driver = opened(CHAR, environment="guess")
-    engine = FakeEngine(CHAR)
+    engine = FakeEngine(CHAR, driver.stop_ids(plain=True))
+    engine.version = 5
     for i in range(4):
         driver.add(engine, sample_of(CHAR, i, "guess:\n", ["16\n"] * 6, ground_truth=20))
-    driver.version = 5
     ended = driver.advance(engine)  # local environments open at once
     ended += driver.abort(engine)
     assert {t.stop_reason for t in ended} == {"aborted"} and len(ended) == 4

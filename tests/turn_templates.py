@@ -8,6 +8,12 @@ CHATML = (
     + GENERATE
 )
 
+# SmolLM2 has a system message of its own.
+SMOLLM2 = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant named "
+    "SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}" + CHATML
+)
+
 # Qwen2.5 with tools: calls are JSON objects, successive results are one user turn.
 _TURNS_WITH_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}"

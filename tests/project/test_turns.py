@@ -330,18 +330,12 @@ def test_the_end_of_a_turn_stops_generation_and_is_told(
 # ------------------------------------------------------------------------- vectors
 
 
-SMOLLM2 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant named "
-    "SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}" + templates.CHATML
-)
-
-
 @pytest.mark.parametrize(
     ("case", "template"),
     [
-        ("smollm2_retry", SMOLLM2),
-        ("smollm2_split", SMOLLM2),
-        ("smollm2_tool_role", SMOLLM2),
+        ("smollm2_retry", templates.SMOLLM2),
+        ("smollm2_split", templates.SMOLLM2),
+        ("smollm2_tool_role", templates.SMOLLM2),
         ("qwen3_instruct_2507_two_calls", templates.QWEN3_2507),
         ("qwen3_training_two_calls", templates.QWEN3_KEPT),
         ("qwen3_think_stripped", templates.QWEN3_KEPT),
@@ -352,4 +346,4 @@ def test_suffixes_are_the_recorded_ones(case, template, tmp_path):
 
 
 def test_a_turn_that_was_cut_is_the_recorded_one(tmp_path):
-    check_cut_turn("smollm2_truncated", tmp_path, SMOLLM2)
+    check_cut_turn("smollm2_truncated", tmp_path, templates.SMOLLM2)

@@ -51,6 +51,8 @@ from jaxrl_llm.models.base import ModelSpec, bind
 # Given ids up to this number are decoded one a step, with others that decode. More are computed at
 # once (docs/engine.md has the times).
 FEWEST_EXTENDED = 16
+# Numbers of slots of a call: steps of SLOT_STEP where matmuls bound it.
+FEW_SLOTS, SLOT_STEP = (FEWEST_SLOTS, 32, 64, 160, 256, 384), 256
 EXTENDED = 2048  # most ids of one row of `extend`
 FLOAT32_PAGE = 32  # entries of a page where no kernel reads it
 
@@ -103,6 +105,7 @@ class Engine:
         entries = settings.entries or (FLOAT32_PAGE if plain else _block(config))
         self._fixed = plain if settings.fixed_shapes is None else settings.fixed_shapes
         self._slots = max(settings.num_slots, FEWEST_SLOTS if on_gpu() else 1)
+        self._sizes = slot_sizes(self._slots)
         self._pages_each = -(-settings.max_context // entries)
         number = max(self._pages_each, -(-settings.cache_tokens // entries))
         number = min(number, self._pages_each * max(self._slots, settings.num_slots) * 8)
@@ -434,7 +437,7 @@ class Engine:
         if not live:
             return []
         whole = self._fixed or self._free_slots is not None
-        slots = self._slots if whole else _power(max(len(live), FEWEST_SLOTS), self._slots)
+        slots = self._slots if whole else min(x for x in self._sizes if x >= len(live))
         turns = Turns.blank(slots, self._pages_each, steps)
         placed = [
             (slot if self._free_slots is None else sequence.slot, sequence)
@@ -526,6 +529,12 @@ def _formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[M
 
 def _block(config: Any) -> int:
     return block_entries(config.cache_heads[1])
+
+
+def slot_sizes(most: int) -> tuple[int, ...]:
+    """The numbers of slots of a call. Each compiles a program, so they are few."""
+    tiled = range(2 * SLOT_STEP, most, SLOT_STEP)
+    return tuple(sorted({n for n in (*FEW_SLOTS, *tiled) if n < most} | {most}))
 
 
 def _power(number: int, most: int = 0) -> int:

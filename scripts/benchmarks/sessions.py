@@ -165,7 +165,7 @@ class Appended(SessionCase):
         self.context, self.turn = TINY if self.shape == "tiny" else (CONTEXT, TURN)
 
     def checked_rows(self) -> tuple[int, int]:
-        return 1, self.context + 4 * self.turn + 2
+        return 1, self.context + 5 * self.turn
 
     def settings(self) -> EngineSettings:
         context = self.context + 16 * self.turn
@@ -188,7 +188,6 @@ class Appended(SessionCase):
         for sequence in self.sequences:  # more ids to compare than the turns have
             self.engine.append(sequence, self.ids(self.turn), limit=2 * self.turn)
         self._work()
-        checked = self.agree(self.sequences)
         again = [list(x.tokens) for x in self.sequences]
         for sequence in self.sequences:
             self.engine.finish(sequence)
@@ -208,7 +207,7 @@ class Appended(SessionCase):
             self.engine.add(ids, limit=1, seed_key=key, sample_id=i) for i, ids in enumerate(again)
         ]
         self._work()
-        return checked
+        return self.agree(self.sequences)
 
     def _work(self) -> None:
         while self.engine.has_work:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import *  # noqa: F403
     from jaxrl_llm.evaluation.answering import Answer as Answer
     from jaxrl_llm.evaluation.answering import OpenModel as OpenModel
+    from jaxrl_llm.evaluation.async_model import AsyncModel as AsyncModel
     from jaxrl_llm.launch.library import evaluate as evaluate
     from jaxrl_llm.launch.library import export as export
     from jaxrl_llm.launch.library import open_model as open_model
@@ -33,6 +34,7 @@ _HOMES = {
     "packaged_configs": "config",
     "to_json": "config",
     "Answer": "evaluation.answering",
+    "AsyncModel": "evaluation.async_model",
     "Callback": "supervision.callbacks",
     "Completion": "types",
     "OpenModel": "evaluation.answering",

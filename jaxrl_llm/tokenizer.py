@@ -41,6 +41,7 @@ OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_m
 SPLIT_SAMPLES = 1024  # tokens whose texts are split to compare two tokenizers
 # Further texts by which tokenizers differ.
 SPLIT = ("a", " 12345 it's\t12.5", "\n\n  A x_y <a>", "\u00e9\u6f22 \u5b57")
+MOST_TRIED = 256  # sets of template variables for which the form of messages is kept
 DIGEST_SAMPLES = 4096  # tokens whose texts a digest splits again
 PANIC = "PanicException"  # a fault in the Rust code of tokenizers; it is not an Exception
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
@@ -467,6 +468,8 @@ class HFTokenizer:
         """How the chat template writes turns with these tools and variables of a row."""
         key = json.dumps([bool(tools), variables], sort_keys=True, default=str)
         if key not in self._tried:
+            if len(self._tried) >= MOST_TRIED:  # requests to a server bring their own variables
+                self._tried.clear()
             self._tried[key] = Turns(self, tools, variables)
         return Turns(self, tools, variables, self._tried[key])
 

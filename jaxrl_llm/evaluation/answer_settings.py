@@ -28,10 +28,15 @@ class StreamSettings(Record):
     chat: bool | None = None  # True: a text is a user's message; None: with a chat template
 
 
-class AnswerSettings(StreamSettings):
-    """Settings of many answers."""
+class ChoiceSettings(StreamSettings):
+    """Settings of the answers to one prompt."""
 
     n: Count = 1  # answers to each prompt
+
+
+class AnswerSettings(ChoiceSettings):
+    """Settings of many answers."""
+
     batch_size: Count = 64  # prompts at once
 
 
@@ -47,10 +52,15 @@ class StreamKeys(TypedDict, total=False):
     chat: bool | None
 
 
-class AnswerKeys(StreamKeys, total=False):
-    """The keyword arguments that make `AnswerSettings`."""
+class ChoiceKeys(StreamKeys, total=False):
+    """The keyword arguments that make `ChoiceSettings`."""
 
     n: int
+
+
+class AnswerKeys(ChoiceKeys, total=False):
+    """The keyword arguments that make `AnswerSettings`."""
+
     batch_size: int
 
 

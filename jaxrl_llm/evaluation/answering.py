@@ -1,5 +1,6 @@
 """A language model that was opened to answer prompts, outside of a run."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -27,7 +28,7 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.stop_strings import stop_strings
 from jaxrl_llm.learner.train_state import Params
-from jaxrl_llm.models.base import ModelSpec, model_spec
+from jaxrl_llm.models.base import ModelSpec, merge_projections, model_spec
 from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
@@ -130,7 +131,7 @@ class OpenModel:
             context: most tokens of a prompt and its answer; default as many as fit.
             queue, answer_s, body_mb: limits of unfinished answers, seconds and megabytes.
 
-        Raises: ConfigError for a setting out of bounds, OSError for a port in use.
+        Raises: ConfigError for a setting out of bounds and a port in use.
         """
         from jaxrl_llm.server.listening import Server
 
@@ -139,6 +140,7 @@ class OpenModel:
             self.spec,
             self.params,
             self.tokenizer.stop_ids,
+            memory=self.memory,
             context=how.context,
             slots=how.slots,
         )
@@ -153,15 +155,23 @@ def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
     check_vocabulary(tokenizer, source.config.vocab_size)
     mesh = make_mesh(devices=jax.local_devices()[:1])
     role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
-    params = load_params(role, source, seed=0)
-    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    spec, params = _merged(role.spec, load_params(role, source, seed=0))
     return OpenModel(
-        spec=role.spec,
+        spec=spec,
         params=params,
         tokenizer=tokenizer,
         name=model.path,
-        memory=free_memory(2 * size),  # generation merges a copy
+        memory=free_memory(sum(x.nbytes for x in jax.tree.leaves(params))),
     )
+
+
+def _merged(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Params]:
+    """The model in the form that generation reads: no call and no engine makes a copy of it."""
+    merge = jax.jit(lambda params: merge_projections(spec, params)[1], donate_argnums=0)
+    with warnings.catch_warnings():  # the parts of a merged projection have no use
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        params = merge(params)
+    return model_spec(spec.config, spec.kind, spec.dtype, form="merged"), params
 
 
 def sampling_params(model: OpenModel, how: StreamSettings) -> SamplingParams:
@@ -374,7 +384,7 @@ def _program(model: OpenModel, function: Callable[..., Any], how: _How) -> Calla
     config = model.spec.config.for_context(how.longest)
     key = (function, how.shape, how.settings, config)
     if key not in model.programs:
-        spec = model_spec(config, dtype=model.spec.dtype)
+        spec = model_spec(config, dtype=model.spec.dtype, form=model.spec.form)
 
         def run(
             params: Params,

@@ -1,9 +1,9 @@
 """The engine that answers requests to an open model, in the memory that the device has free."""
 
-import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.generation.memory import prefill_bytes
 from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
@@ -11,8 +11,9 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
 
 GPU_SLOTS, CPU_SLOTS = 256, 8
-FILLED = 0.8  # share of the free memory for the cache; the rest is for the arrays of a step
+LOGITS = 4  # arrays of the size of the logits that sampling has at once
 CPU_BYTES = 2 << 30  # cache on a CPU
+PREFILL_TOKENS = 8192  # prompt tokens computed at once
 STEPS = 16  # decode steps of a call; new requests wait for its end, and streams come so often
 
 
@@ -21,20 +22,22 @@ def serving_engine(
     params: Params,
     stop_ids: tuple[int, ...],
     *,
+    memory: float,
     context: int = 0,
     slots: int = 0,
     steps: int = 0,
 ) -> Engine:
-    """An engine for requests of any kind. Numbers that are 0 are found.
+    """An engine for requests of any kind, in `memory` bytes next to the weights; 0: on a CPU.
 
-    ConfigError for a context that the model or the memory does not have.
+    Other numbers that are 0 are found. ConfigError for a context that the model or the memory does
+    not have.
     """
-    config, free = spec.config, _free_bytes()
-    slots = slots or (GPU_SLOTS if free else CPU_SLOTS)
+    config = spec.config
+    slots = slots or (GPU_SLOTS if memory else CPU_SLOTS)
     positions = config.max_position_embeddings
     if context > positions:
         raise ConfigError(f"--context={context}: the model has {positions} positions")
-    room = _room(config, jnp.dtype(spec.dtype).itemsize, slots, free)
+    room = _room(config, jnp.dtype(spec.dtype).itemsize, slots, memory)
     wanted = context or positions
     if room < wanted and context:
         raise ConfigError(f"--context={context}: the cache has room for {room} tokens")
@@ -45,19 +48,16 @@ def serving_engine(
         cache_tokens=min(room, slots * context),
         stop_ids=stop_ids,
         steps=steps or STEPS,
+        prefill_tokens=PREFILL_TOKENS,
     )
-    # Rope may depend on the longest row.
-    return Engine(model_spec(config.for_context(context), dtype=spec.dtype), params, settings)
+    config = config.for_context(context)  # rope may depend on the longest row
+    return Engine(model_spec(config, dtype=spec.dtype, form=spec.form), params, settings)
 
 
-def _free_bytes() -> int:
-    """Free memory of the first device; 0 where it does not say."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return max(stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0), 0)
-
-
-def _room(config: ModelConfig, itemsize: int, slots: int, free: int) -> int:
+def _room(config: ModelConfig, itemsize: int, slots: int, memory: float) -> int:
     """Tokens that fit into the cache."""
-    states = slots * (state_bytes_per_slot(config, itemsize) + 4 * config.vocab_size)
-    memory = FILLED * (free - states) if free else CPU_BYTES
-    return max(int(memory // kv_bytes_per_token(config, itemsize)), 1)
+    if memory:
+        memory -= slots * (state_bytes_per_slot(config, itemsize) + LOGITS * 4 * config.vocab_size)
+        memory -= prefill_bytes(config, PREFILL_TOKENS, itemsize)
+    room = (memory or CPU_BYTES) / kv_bytes_per_token(config, itemsize)
+    return max(int(room), 1)

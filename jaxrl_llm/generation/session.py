@@ -516,6 +516,8 @@ class Engine:
 def _formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[ModelSpec, Any]:
     """The model in generation form."""
     spec = spec.of_dtype(bind(spec, params).unembedding().dtype)
+    if quantization == "none" and (spec.form != "separate" or spec.lora is not None):
+        return spec, params  # a program would copy all weights
     made = []
 
     def form(params: Any) -> Any:

@@ -113,6 +113,9 @@ def serve(argv: list[str]) -> int:
     settings = read_settings(ServerSettings, values | {"api_key": key}, "--")
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         raise ConfigError("a server needs starlette and uvicorn: pip install 'jaxrl_llm[serve]'")
+    from jaxrl_llm.server.listening import open_socket
+
+    open_socket(settings).close()  # before the model is opened
     model = replace(library.open_model(flags.model, dtype=flags.dtype), name=flags.model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with model.serve(**vars(settings)) as server, suppress(KeyboardInterrupt):

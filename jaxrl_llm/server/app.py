@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tool_calls import ToolCallParser
+from jaxrl_llm.generation.session import Engine
 from jaxrl_llm.server.jobs import Choice, Job, Jobs
 from jaxrl_llm.server.metrics import Metrics
 from jaxrl_llm.server.protocol import (
@@ -45,12 +47,18 @@ class Application:
     """The endpoints for one model."""
 
     def __init__(
-        self, engine: Any, tokenizer: Tokenizer, name: str, context: int, settings: ServerSettings
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        name: str,
+        context: int,
+        settings: ServerSettings,
     ) -> None:
         self._tokenizer, self._name, self._context = tokenizer, name, context
         self._settings = settings
         self._worker = Worker(engine)
         self._jobs = Jobs(self._worker, tokenizer, seed=settings.seed, most=settings.queue)
+        self._reader = ThreadPoolExecutor(1)  # encodes prompts, one after the other
         self._texts = TokenTexts(tokenizer)
         self._metrics = Metrics(self._worker)
         self._started = int(time.time())
@@ -77,6 +85,7 @@ class Application:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._worker.start(asyncio.get_running_loop())
         yield
+        self._reader.shutdown(wait=False)
         self._worker.close()
 
     def _route(
@@ -109,10 +118,16 @@ class Application:
     async def _answer(self, read: Callable[..., Asked], request: Request) -> Response:
         began = time.monotonic()
         until = began + self._settings.answer_s
-        raw = await self._body(request)
+        try:
+            async with asyncio.timeout(self._settings.answer_s):
+                raw = await self._body(request)
+        except TimeoutError:
+            raise _too_late() from None
         if self._worker.failure is not None:
             raise ApiError(503, f"the engine failed: {self._worker.failure}", kind="server_error")
-        asked = read(raw, self._tokenizer, name=self._name, context=self._context)
+        # A long text takes seconds to encode, and streams go on meanwhile.
+        read = partial(read, raw, self._tokenizer, name=self._name, context=self._context)
+        asked = await asyncio.get_running_loop().run_in_executor(self._reader, read)
         # A client with the same key that sends the same again is taken for the same client.
         key = request.headers.get("authorization", "").encode()
         name = hashlib.blake2b(b"\0".join((request.url.path.encode(), key, raw))).digest()
@@ -330,12 +345,16 @@ async def _in_time(receive: Receive, work: Coroutine[Any, Any, None], until: flo
             tasks[0].result()
         elif tasks[1].done():
             raise ClientDisconnect
-        else:  # a client would try again, and wait as long again
-            headers = {"x-should-retry": "false"}
-            raise ApiError(504, "the answer took too long", kind="timeout", headers=headers)
+        else:
+            raise _too_late()
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _too_late() -> ApiError:
+    headers = {"x-should-retry": "false"}  # the client would wait as long again
+    return ApiError(504, "the answer took too long", kind="timeout", headers=headers)
 
 
 async def _left(receive: Receive) -> None:

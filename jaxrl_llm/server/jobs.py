@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 
 from jaxrl_llm.generation.completions import TextStream
+from jaxrl_llm.generation.sequence import Sampling
 from jaxrl_llm.server.protocol import ApiError, Asked
-from jaxrl_llm.server.worker import Sampling, Wanted, Worker
+from jaxrl_llm.server.worker import Wanted, Worker
 from jaxrl_llm.tokenizer import Tokenizer
 
 KEPT_S = 60.0  # how long an answer is kept for a request that may come again

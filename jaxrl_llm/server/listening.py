@@ -1,15 +1,17 @@
 """A server that listens, in a thread of its own: also in a notebook, whose loop is in use."""
 
+import atexit
 import socket
 import threading
 from types import TracebackType
-from typing import Any
 
 import uvicorn
 
+from jaxrl_llm.generation.session import Engine
 from jaxrl_llm.server.app import Application
 from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.typed_records.messages import ConfigError
 
 BACKLOG = 2048  # connections that may wait to be accepted
 LAST_S = 5  # how long open answers may go on when the server ends
@@ -19,12 +21,16 @@ class Server:
     """Serves one model at `url`, until `close`. `context` is the longest sequence of `engine`."""
 
     def __init__(
-        self, engine: Any, tokenizer: Tokenizer, name: str, context: int, settings: ServerSettings
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        name: str,
+        context: int,
+        settings: ServerSettings,
     ) -> None:
-        """Begin to listen. OSError where the port is in use."""
+        """Begin to listen. ConfigError where the port is in use."""
         host = settings.host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, settings.port), family=family, backlog=BACKLOG)
+        self._socket = open_socket(settings)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
         application = Application(engine, tokenizer, name, context, settings)
@@ -37,8 +43,11 @@ class Server:
         )
         self._server = uvicorn.Server(config)
         sockets = {"sockets": [self._socket]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=sockets, name="server")
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs=sockets, name="server", daemon=True
+        )
         self._thread.start()
+        atexit.register(self.close)  # a program may forget it
 
     def wait(self) -> None:
         """Wait until the server ends; Ctrl-C is raised here."""
@@ -47,6 +56,7 @@ class Server:
 
     def close(self) -> None:
         """End the server. Open answers have a few seconds."""
+        atexit.unregister(self.close)
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
@@ -61,6 +71,17 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def open_socket(settings: ServerSettings) -> socket.socket:
+    """Listen at the address of the settings. ConfigError where that cannot be."""
+    address = (settings.host, settings.port)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"port {settings.port} of {settings.host}: {reason}") from None
 
 
 def _is_loopback(host: str) -> bool:

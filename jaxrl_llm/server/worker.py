@@ -7,30 +7,24 @@ gets what a step brought to all sequences in one call.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl_llm.generation.sequence import Sampling, Sequence
+from jaxrl_llm.generation.session import Engine
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a sequence is sampled."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
     """A completion that is wanted of the engine."""
 
-    prompt: Sequence[int]
+    prompt: Seq[int]
     limit: int  # most tokens
     seed_key: np.ndarray  # data of a key, uint32 [2]
     sample_id: int
@@ -40,7 +34,7 @@ class Wanted:
 class Receiver(Protocol):
     """Gets the tokens of a sequence, in the thread of the event loop."""
 
-    def receive(self, tokens: Sequence[int], logprobs: Sequence[float], reason: str | None) -> None:
+    def receive(self, tokens: Seq[int], logprobs: Seq[float], reason: str | None) -> None:
         """Take more tokens; the reason for the end comes with the last ones."""
         ...
 
@@ -53,7 +47,7 @@ class Receiver(Protocol):
 class _Running:
     """A sequence of the engine, and what its receiver has of it."""
 
-    sequence: Any
+    sequence: Sequence
     receiver: Receiver
     sent: int  # tokens, the prompt included
 
@@ -64,7 +58,7 @@ _Brought = tuple[Receiver, list[int], list[float], str | None]
 class Worker:
     """Runs an engine for an event loop."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.failure: Exception | None = None  # why the engine stands still
         self._engine = engine
         self._orders: list[Callable[[], None]] = []
@@ -72,7 +66,7 @@ class Worker:
         self._closing = False
         self._receivers: set[Receiver] = set()  # those that want tokens; of the event loop
         self._running: dict[Receiver, _Running] = {}  # of the thread
-        self._by_sequence: dict[Any, _Running] = {}  # the same
+        self._by_sequence: dict[Sequence, _Running] = {}  # the same
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -159,7 +153,7 @@ class Worker:
             del self._by_sequence[running.sequence]
             self._engine.abort(running.sequence)
 
-    def _hand_over(self, changed: Sequence[Any]) -> None:
+    def _hand_over(self, changed: Seq[Sequence]) -> None:
         """Give the event loop what a step brought, and the engine the slots of ended answers."""
         brought: list[_Brought] = []
         for sequence in changed:
@@ -185,7 +179,7 @@ class Worker:
 
     # --------------------------------------------------------------------- in the event loop
 
-    def _receive(self, brought: Sequence[_Brought]) -> None:
+    def _receive(self, brought: Seq[_Brought]) -> None:
         for receiver, tokens, logprobs, reason in brought:
             if receiver in self._receivers:  # else it was aborted meanwhile
                 if reason is not None:

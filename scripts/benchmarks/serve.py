@@ -75,6 +75,7 @@ def serve(flags: dict[str, str]) -> None:
     import jax
 
     from benchmarks.sizes import read_shapes
+    from jaxrl_llm.distributed.device_memory import free_memory
     from jaxrl_llm.evaluation.serving import serving_engine
     from jaxrl_llm.models.base import init_params, model_spec
     from jaxrl_llm.server.listening import Server
@@ -82,7 +83,7 @@ def serve(flags: dict[str, str]) -> None:
     from jaxrl_llm.tokenizer import load_tokenizer
 
     ((name, config),) = read_shapes(flags["shape"]).items()
-    spec = model_spec(config, dtype=flags["dtype"])
+    spec = model_spec(config, dtype=flags["dtype"], form="merged")
     params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
     params = jax.tree.map(lambda x: x.astype(flags["dtype"]), params)
     most = max(map(int, flags["clients"].split(",")))
@@ -91,6 +92,7 @@ def serve(flags: dict[str, str]) -> None:
         spec,
         params,
         (),  # each answer has its whole length
+        memory=free_memory(sum(x.nbytes for x in jax.tree.leaves(params))),
         context=context,
         slots=int(flags["slots"]) or most,
         steps=int(flags["steps"]),

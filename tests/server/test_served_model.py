@@ -136,8 +136,31 @@ def test_settings_are_checked(model):
         model.serve(port=70000)
     with pytest.raises(rl.ConfigError, match="the model has 64 positions"):
         model.serve(context=65)
-    with model.serve(port=0) as server, pytest.raises(OSError, match="in use"):
+    with model.serve(port=0) as server, pytest.raises(rl.ConfigError, match="in use"):
         model.serve(port=server.port)
+
+
+def test_tasks_share_an_engine(model):
+    """With the samples of `generate`; a task that is cancelled leaves the others alone."""
+    prompts = [f"task {i}" for i in range(9)]
+    settings = {"seed": 4, "n": 2, "max_new_tokens": 12, "stop": ["e"], "chat": False}
+
+    async def ask() -> list[rl.Answer]:
+        async with rl.AsyncModel(model, slots=4) as answering:
+            other = asyncio.create_task(answering.generate("x", max_new_tokens=40))
+            await asyncio.sleep(0)
+            other.cancel()
+            answers = [answering.generate(prompt, **settings) for prompt in prompts]
+            with pytest.raises(rl.ConfigError, match="the prompt has"):
+                await answering.generate("x" * 99)
+            return await asyncio.gather(*answers)
+
+    for prompt, found in zip(prompts, asyncio.run(ask()), strict=True):
+        (expected,) = model.generate(prompt, **settings)
+        for one, other in zip(found.completions, expected.completions, strict=True):
+            assert (one.tokens, one.text) == (other.tokens, other.text)
+            assert one.finished == other.finished
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_the_command(folder, model):

@@ -127,6 +127,10 @@ def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None =
     if any(job.does == "generate" for job in work.jobs):
         own = apart.get(ROLLOUT, devices)
         there = sum(size for role, size in held.items() if apart.get(role, devices) == own)
+        if ROLLOUT in apart and work.config.max_staleness:  # passes of others run meanwhile
+            others = (job for job in work.jobs if job.does != "generate")
+            used = [temporary(j, work, own) for j in others if apart.get(j.role, devices) == own]
+            there += max(used, default=0.0)
         full = with_room(work, own, there, in_place=ROLLOUT in apart)
     return Estimate(
         work=work,

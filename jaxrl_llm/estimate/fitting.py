@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import jax
 
-from jaxrl_llm.config import Config, as_dict, run_folder
+from jaxrl_llm.config import Config, run_folder, to_json
 from jaxrl_llm.distributed.device_memory import known_kind, memory_limit
 from jaxrl_llm.distributed.hardware import MEMORY
 from jaxrl_llm.distributed.multihost import gather_objects
@@ -19,7 +19,8 @@ from jaxrl_llm.supervision.run_folder import CONFIG
 from jaxrl_llm.trainer.output import ABOUT
 
 UNKNOWN = "h200"  # whose rates stand for a device without a data sheet
-DECIDING = ("mesh", "placement", "node_groups")  # keys that say what a device keeps
+# Keys that say what a device keeps, and that a run which goes on may have changed.
+DECIDING = ("mesh", "placement", "node_groups", "actor", "critic", "reward", "teacher", "models")
 
 
 def with_memory(config: Config) -> Config:
@@ -54,7 +55,9 @@ def planned_here(config: Config) -> Estimate:
     rates, _ = rates_here()
     if not memory_limit():
         rates = replace(rates, capacity=math.inf)
-    devices = Devices(mesh=config.mesh, hosts=max(1, jax.process_count()), rates=rates)
+    hosts = jax.process_count()
+    each = jax.device_count() // hosts
+    devices = Devices(mesh=config.mesh, hosts=hosts, rates=rates, host_devices=each)
     return placed(work_of(config), config, devices)
 
 
@@ -80,6 +83,6 @@ def _stored(config: Config) -> tuple[float, float] | None:
         own, held_out = (stored[name]["memory_gb"] for name in ("rollout", "validation"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    now = json.loads(json.dumps(as_dict(config)))
+    now = json.loads(to_json(config))
     same = all(stored.get(key) == now[key] for key in DECIDING)
     return (own, held_out) if same and own and f" x {kind}" in devices else None

@@ -13,7 +13,8 @@ Guarantees: no deadlock. The oldest live sample is expected to reach the longest
 ends and frees at least as many pages, and the next one becomes the oldest. The pages that a sample
 gets do not change its result.
 
-Shape letters: B slots, N samples, O pages, T pages a slot at most.
+Shape letters: B slots, N samples, O pages, T pages a slot at most, X blocks of pages, I pages of a
+block.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+BLOCK = 128  # pages that are counted together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +119,7 @@ def take_pages(
     free_O = ~live_N.at[table.owner_O].get(mode="fill", fill_value=False)
     num_free = jnp.sum(free_O, dtype=jnp.int32)
     # The first B free pages, in order. Entries past the last free page are not used.
-    turn_O = jnp.cumsum(free_O, dtype=jnp.int32) - 1
-    place_O = jnp.where(free_O, turn_O, B)
+    place_O = jnp.where(free_O, _number_before(free_O), B)
     free_B = jnp.zeros((B,), jnp.int32).at[place_O].set(pages_O, mode="drop")
 
     # Sums over older samples by comparing every pair: XLA's running sum is slower on a GPU.
@@ -135,6 +137,21 @@ def take_pages(
         owner_O=table.owner_O.at[taken_B].set(sample_B, mode="drop", unique_indices=True),
     )
     return table, live_B & (given_B | (count_B % sizes.entries != 0))
+
+
+def _number_before(flags_O: jax.Array) -> jax.Array:
+    """The number of flags that are set before each.
+
+    In blocks, of which every pair is compared: XLA's running sum is slower on a GPU.
+    """
+    (number,) = flags_O.shape
+    blocks = -(-number // BLOCK)
+    flags_XI = jnp.pad(flags_O, (0, blocks * BLOCK - number)).reshape(blocks, BLOCK)
+    blocks_X, places_I = jnp.arange(blocks), jnp.arange(BLOCK)
+    within_XI = jnp.sum(flags_XI[:, None] & (places_I < places_I[:, None]), axis=2, dtype=jnp.int32)
+    sums_X = jnp.sum(flags_XI, axis=1, dtype=jnp.int32)
+    before_X = jnp.sum(jnp.where(blocks_X < blocks_X[:, None], sums_X, 0), axis=1)
+    return (before_X[:, None] + within_XI).reshape(-1)[:number]
 
 
 def _pages(sizes: PageSizes, count_B: jax.Array) -> jax.Array:

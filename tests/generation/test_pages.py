@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.generation.pages import (
     PageSizes,
+    _number_before,
     empty_table,
     num_admissible,
     page_sizes,
@@ -113,7 +114,13 @@ def test_responses_that_are_all_long_do_not_wait_for_each_other():
 
 
 def test_short_responses_do_not_wait():
-    """As many slots as samples, of which each has room for two fifths of the longest."""
+    """As many slots as samples, of which each has room for a third of the longest."""
     R, N = 128, 64
     lengths = np.random.default_rng(0).integers(1, R // 2, N)
-    assert steps_of(lengths, N, int(0.4 * N * R), R) == lengths.max()
+    assert steps_of(lengths, N, N * R // 3, R) == lengths.max()
+
+
+@pytest.mark.parametrize("number", [1, 127, 128, 129, 1000])
+def test_flags_are_counted_over_blocks(number: int):
+    flags = np.random.default_rng(number).random(number) < 0.5
+    np.testing.assert_array_equal(_number_before(flags), np.cumsum(flags) - flags)

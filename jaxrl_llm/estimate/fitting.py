@@ -33,7 +33,7 @@ def with_memory(config: Config) -> Config:
     if rollout.num_slots and rollout.cache_tokens or not memory_limit():
         return config
     stored = gather_objects(_stored(config), "the memory of generation")[0]
-    if stored is None:
+    if stored is None or rollout.memory_gb or validation.memory_gb:
         planned = planned_here(config)
         actor = planned.devices
         held = sum(n for role, n in planned.kept.items() if planned.devices_of(role) == actor)
@@ -42,8 +42,8 @@ def with_memory(config: Config) -> Config:
     own, held_out = stored
     return replace(
         config,
-        rollout=replace(rollout, memory_gb=rollout.memory_gb or own),
-        validation=replace(validation, memory_gb=validation.memory_gb or held_out),
+        rollout=replace(rollout, memory_gb=own),
+        validation=replace(validation, memory_gb=held_out),
     )
 
 

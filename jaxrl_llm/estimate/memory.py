@@ -7,6 +7,7 @@ The sums were compared with measured peaks and with programs that were compiled 
 import math
 from dataclasses import replace
 
+from jaxrl_llm.distributed.hardware import FILLED
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.packing import (
     Rows,
@@ -97,17 +98,25 @@ def with_room(work: Work, devices: Devices, held: float, in_place: bool = False)
         return work
     rollout = work.config.rollout
     own = 0.0 if in_place else _weights(work, devices)
-    memory_gb = rollout.memory_gb or room_gb(devices, held + own)
+    memory_gb = room_gb(devices, held + own, rollout.memory_gb)
     rollout = replace(rollout, memory_gb=memory_gb)
     with compiling_for_hopper():
         settings = fitted(work.settings, replica_in(work, devices), memory_gb * GB)
     return replace(work, config=replace(work.config, rollout=rollout), settings=settings)
 
 
-def room_gb(devices: Devices, held: float) -> float:
-    """GB of a device next to `held` bytes, at least a step; 0 where nothing limits its memory."""
-    free = devices.rates.filled - held
-    return max(math.floor(free / STEP), 1) * STEP / GB if math.isfinite(free) else 0.0
+def room_gb(devices: Devices, held: float, asked: float = 0.0) -> float:
+    """GB of a device next to `held` bytes, at least a step, or `asked` GB.
+
+    More is not given than the device has without a reserve: a config may come from a run on a
+    larger one. Where nothing limits its memory, the result is what was asked for.
+    """
+    limits = devices.rates
+    if not math.isfinite(limits.filled):
+        return asked
+    if 0 < asked * GB <= limits.filled / FILLED - held:
+        return asked
+    return max(math.floor((limits.filled - held) / STEP), 1) * STEP / GB
 
 
 def validation_gb(work: Work, devices: Devices, held: float) -> float:
@@ -119,7 +128,8 @@ def validation_gb(work: Work, devices: Devices, held: float) -> float:
     if model.adapters and work.config.warmup is not None:
         held += stored_parameters(model) * (model.stored_itemsize + 8) / devices.shards
     dtype = work.config.rollout.dtype or work.config.actor.dtype
-    return room_gb(devices, held + sampled_bytes(model, dtype) / devices.tensor("generate"))
+    copy = sampled_bytes(model, dtype) / devices.tensor("generate")
+    return room_gb(devices, held + copy, work.config.validation.memory_gb)
 
 
 def replica_in(work: Work, devices: Devices) -> Replica:

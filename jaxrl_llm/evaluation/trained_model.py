@@ -69,10 +69,9 @@ def _with_memory(config: Config, role: Role) -> Config:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(role.abstract())
     )
-    free = min(gather_objects(free_memory(kept + copy), "free memory"))
-    return replace(
-        config, validation=replace(validation, memory_gb=validation.memory_gb or free / GB)
-    )
+    free = min(gather_objects(free_memory(kept + copy), "free memory")) / GB
+    memory_gb = min(validation.memory_gb or free, free)  # a run on another device may have set it
+    return replace(config, validation=replace(validation, memory_gb=memory_gb))
 
 
 # ------------------------------------------------------------------------- export

@@ -326,6 +326,8 @@ def test_a_run_on_a_gpu_gets_the_memory_that_its_models_leave(on_h200, tmp_path)
     assert fitting.with_memory(given) is given
     asked = replace(config, rollout=replace(config.rollout, memory_gb=20.0))
     assert fitting.with_memory(asked).rollout.memory_gb == 20.0
+    larger = replace(config, rollout=replace(config.rollout, memory_gb=150.0))  # of a B200
+    assert fitting.with_memory(larger).rollout.memory_gb == found.rollout.memory_gb
 
 
 def test_a_run_on_a_cpu_is_left_as_it_is(tmp_path):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm import references
+from jaxrl_llm.agents.adapters import adapter_of
 from jaxrl_llm.agents.environments import (
     EnvironmentInfo,
     Instance,
@@ -102,7 +103,11 @@ class Host:
         self._async = {f.__name__ for f in self._functions if inspect.iscoroutinefunction(f)}
         self._kinds: list[Callable[[], Any]] = []
         for _, (path, settings, pickled) in setup.environments:
-            self._kinds.append(functools.partial(_load(path, settings, pickled), **settings))
+            adapter = adapter_of(path)
+            if adapter is not None:
+                settings = {**settings, "id": adapter[1]}
+            kind = adapter[0] if adapter else _load(path, settings, pickled)
+            self._kinds.append(functools.partial(kind, **settings))
         self._instances: dict[int, Instance] = {}
 
     def describe(self) -> Description:
@@ -114,10 +119,11 @@ class Host:
             )
         )
         environments: list[EnvironmentInfo] = []
-        for (name, _), made in zip(self._setup.environments, self._kinds, strict=True):
+        for (name, (path, *_)), made in zip(self._setup.environments, self._kinds, strict=True):
             kind = made.func if isinstance(made, functools.partial) else made
-            # A function that makes environments shows what it makes.
-            kind = kind if isinstance(kind, type) else type(made())
+            # What makes environments shows what it makes, and an adapter whether its id is known.
+            if not isinstance(kind, type) or adapter_of(path):
+                kind = type(_made(made, path))
             environments.append(environment_info(name, kind))
         return Description(tools, tuple(environments))
 
@@ -196,6 +202,14 @@ def _load(path: str, settings: Mapping[str, Any], pickled: bytes) -> Any:
     if not callable(loaded):
         raise ValueError(f"{path} is a {type(loaded).__name__}, not a function or a class")
     return loaded
+
+
+def _made(make: Callable[[], Any], path: str) -> Any:
+    """An environment. ValueError where it cannot be made."""
+    try:
+        return make()
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ValueError(f"the environment {path}: {references.reason(error)}") from error
 
 
 def error_of(message: str, kind: str = "crash", *, shared: bool = False) -> Answer:

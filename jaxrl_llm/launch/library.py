@@ -45,6 +45,8 @@ def train(
     *,
     rewards: Sequence[Reward] | None = None,
     reward_weights: Sequence[float] = (),
+    tools: Sequence[Callable[..., Any] | str] | None = None,
+    environment: Any = None,
     train_data: DataRows | None = None,
     val_data: DataRows | None = None,
     callbacks: "Sequence[Callback]" = (),
@@ -58,6 +60,8 @@ def train(
         rewards: functions, graders or paths that replace config.reward.functions. A function runs
             in worker processes, on a copy: changes that it makes stay in the worker.
         reward_weights: one weight for each of `rewards`; empty gives each the weight 1.
+        tools: functions or paths that replace config.rollout.tools: docs/agents.md.
+        environment: a class, a path, a record or a list; it replaces config.rollout.environment.
         train_data: rows that replace all data of the config, held-out data too.
         val_data: rows that replace the held-out data of the config.
         callbacks: functions of a `StepReport`, called after each step on the main process.
@@ -72,6 +76,10 @@ def train(
     if not all(map(callable, callbacks)):  # the first step would say so, minutes later
         raise ConfigError(f"callbacks={callbacks}: expected functions")
     config = config if isinstance(config, Config) else load_config(config)
+    if tools is not None:
+        config = apply_overrides(config, {"rollout.tools": [*tools]})
+    if environment is not None:
+        config = apply_overrides(config, {"rollout.environment": environment})
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
     with started(config, num_cpu_devices=num_cpu_devices) as config:
         from jaxrl_llm.trainer.loop import train

@@ -19,6 +19,10 @@ from jaxrl_llm.typed_records.tree import every, value_at
 # Trackers by their names in log.trackers, and the modules that they need. The extra of the package
 # has the tracker's name.
 PACKAGES = {"tensorboard": "tensorboardX"} | {n: n for n in ("wandb", "trackio", "mlflow")}
+# The argument of `rl.train` for objects of a Python program, by the begin of their key.
+WHERE = {"rollout.tools": "tools", "rollout.environment": "environment", "reward": "rewards"}
+# Packages of environments by the begin of a path, such as textarena:GuessTheNumber-v0.
+ADAPTED = {n: n.replace("_", "-") for n in ("skyrl_gym", "textarena", "reasoning_gym")}
 
 
 def rows(c: Config) -> Faults:
@@ -69,10 +73,14 @@ def functions(c: Config) -> Faults:
             named[f"{key}.path"] = custom.path
         elif custom.function is None:
             name = custom.path.rpartition(":")[2]
-            why = f"the function {name} of a Python program is not in this file"
-            yield f"<{key}>: {why}: rl.train(config, rewards=[{name}]) gives it"
+            why = f"{name} of a Python program is not in this file"
+            where = next((x for x in WHERE if key.startswith(x)), "reward")
+            yield f"<{key}>: {why}: rl.train(config, {WHERE[where]}=[{name}]) gives it"
     for key, path in named.items():
-        if fault := fault_of(check_path, path):
+        package = path.partition(":")[0]
+        if package in ADAPTED and importlib.util.find_spec(package) is None:
+            yield f"<{key}>: its package is not installed: pip install {ADAPTED[package]}"
+        elif fault := fault_of(check_path, path):
             yield f"<{key}>: {fault}"
 
 

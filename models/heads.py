@@ -23,6 +23,11 @@ class _WithDecoder(Layer):
 
     decoder: Decoder
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of computation; the head may be float32."""
+        return self.decoder.norm.scale[...].dtype
+
     def __call__(self, *arguments: Any, **options: Any) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states [B, T, D] and the new cache; the arguments are `routed`'s."""
         hidden_BTD, new_cache, _ = self.routed(*arguments, **options)

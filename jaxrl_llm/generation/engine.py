@@ -336,8 +336,7 @@ def _engine(
         jnp.asarray(x) for x in (prompts_NP, prompt_lengths_N, sample_ids_N)
     )
     num_samples, max_new_tokens = prompts_NP.shape[0], settings.sampling.max_new_tokens
-    # The norm's dtype is the dtype of computation; a head may be float32.
-    dtype = bind(spec, params).decoder.norm.scale[...].dtype
+    dtype = bind(spec, params).dtype
     sizes = engine_sizes(
         settings,
         prompts_NP,

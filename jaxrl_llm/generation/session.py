@@ -99,7 +99,7 @@ class Engine:
     def __post_init__(self) -> None:
         settings, config = self.settings, self.spec.config
         self.spec, self.params = _formed(self.spec, self.params, settings.quantization)
-        dtype = bind(self.spec, self.params).unembedding().dtype
+        dtype = bind(self.spec, self.params).dtype
         cache_dtype = dtype if settings.quantization == "none" else FLOAT8
         plain = dtype == jnp.float32
         entries = settings.entries or (FLOAT32_PAGE if plain else _block(config))
@@ -515,7 +515,7 @@ class Engine:
 
 def _formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[ModelSpec, Any]:
     """The model in generation form."""
-    spec = spec.of_dtype(bind(spec, params).unembedding().dtype)
+    spec = spec.of_dtype(bind(spec, params).dtype)
     if quantization == "none" and (spec.form != "separate" or spec.lora is not None):
         return spec, params  # a program would copy all weights
     made = []

@@ -14,6 +14,7 @@ from jaxrl_llm import config as c
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.kernels.kept_logprob import kept_logprob
 from jaxrl_llm.kernels.linear_logprob import linear_logprob, linear_logprob_reference
@@ -84,6 +85,28 @@ def test_sampler_and_trainer_take_the_stored_head(tied):
     other = abs(np.asarray(other) - exact)
     assert abs(sampled - exact)[seen].mean() < other[seen].mean()
     assert other[seen].mean() > 1e-3
+
+
+def test_a_session_samples_with_the_same_head():
+    spec = spec_of(False, True)
+    used, cast = sampling_model(spec, init_params(spec, jax.random.key(0)), "bfloat16")
+    sampling = SamplingParams(max_new_tokens=R)
+    settings = EngineSettings(
+        num_slots=2, max_context=P + R, cache_tokens=64, entries=4, sampling=sampling
+    )
+    engine = Engine(used, cast, settings)
+    caches = {x.dtype.name for x in jax.tree.leaves(engine._cache)}
+    assert "bfloat16" in caches and "float32" not in caches
+    key = np.asarray(jax.random.key_data(jax.random.key(1, impl="threefry2x32")))
+    sequence = engine.add([5, 6, 7], limit=R, seed_key=key, sample_id=0)
+    while engine.has_work:
+        engine.step()
+    tokens, start = jnp.array([sequence.tokens]), 3
+    hidden = hidden_states(prepare(spec, cast, SETTINGS), tokens, SETTINGS)
+    logits = np.float64(hidden)[0] @ np.float64(cast["head"]["table"]).T
+    exact = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    exact = exact[np.arange(start - 1, tokens.size - 1), sequence.tokens[start:]]
+    np.testing.assert_allclose(sequence.logprobs[start:], exact, atol=0.05)
 
 
 def arrays(*shape):

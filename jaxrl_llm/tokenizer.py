@@ -417,6 +417,9 @@ class HFTokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of the ids, without clean-up of spaces."""
+        if self._tokenizer.is_fast:  # transformers looks at every id before, which takes longer
+            plain = [int(i) for i in ids]
+            return self._tokenizer.backend_tokenizer.decode(plain, skip_special_tokens=skip_special)
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )

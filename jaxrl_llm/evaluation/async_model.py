@@ -1,6 +1,7 @@
 """An open model that answers many tasks of an event loop at once, in one engine."""
 
 import asyncio
+import uuid
 from typing import Unpack
 
 from jaxrl_llm.config import ConfigError
@@ -54,13 +55,14 @@ class AsyncModel:
                 f"the prompt has {len(read.token_ids)} tokens and the context {self._context}; "
                 "give a shorter prompt"
             )
-        job = self._jobs.take(self._asked(read, how), b"", again=False)
+        request = uuid.uuid4().bytes
+        job = self._jobs.take(self._asked(read, how), request, again=False)
         try:
             await job.wait()
             job.check()
             completions = tuple(map(self._completion, job.choices))
         finally:
-            self._jobs.leave(job, b"", delivered=True)
+            self._jobs.leave(job, request, delivered=True)
         return Answer(prompt=read, completions=completions)
 
     def _asked(self, prompt: Prompt, how: ChoiceSettings) -> Asked:

@@ -8,6 +8,8 @@ from jaxrl_llm.generation.stop_strings import REPLACEMENT, Stops
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion
 
+MOST_AGAIN = 32  # tokens that are decoded again with each new piece
+
 
 def completions_of(
     tokenizer: Tokenizer,
@@ -45,25 +47,24 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # last tokens; the text of the first `_shown` is given already
-        self._shown = 0
+        self._ids: list[int] = []  # last tokens
+        self._done = 0  # number of these whose text was given
+        self._text = ""  # their text
 
     def add(self, ids: Sequence[int]) -> str:
         """The further text of more tokens. A character may be made of several tokens."""
         self._ids += ids
-        text = self._further()
-        if not text or text.endswith(REPLACEMENT):
+        text = self._tokenizer.decode(self._ids)
+        piece = text[len(self._text) :]
+        if not piece or piece.endswith(REPLACEMENT):
             return ""
-        # The tokens before stay for one more piece: a text that begins with them has no blank lost.
-        self._ids, self._shown = self._ids[self._shown :], len(self._ids) - self._shown
-        return text
+        before, self._done, self._text = self._done, len(self._ids), text
+        if self._done > MOST_AGAIN:
+            # The tokens of the piece stay: a text that begins with them has no blank lost.
+            del self._ids[:before]
+            self._done, self._text = len(self._ids), self._tokenizer.decode(self._ids)
+        return piece
 
     def end(self) -> str:
         """The rest, where the last tokens are a part of a character."""
-        text = self._further()
-        self._ids, self._shown = [], 0
-        return text
-
-    def _further(self) -> str:
-        shown = self._tokenizer.decode(self._ids[: self._shown])
-        return self._tokenizer.decode(self._ids)[len(shown) :]
+        return self._tokenizer.decode(self._ids)[len(self._text) :]

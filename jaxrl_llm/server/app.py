@@ -3,12 +3,14 @@
 import asyncio
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import orjson
@@ -39,6 +41,9 @@ from jaxrl_llm.tokenizer import Tokenizer
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+# The first sign of a call of a tool, or of thinking. What follows is not sent before the end, and
+# neither is anything once there is a token that may be a delimiter.
+BEGINS_CALL = re.compile(r"[<\[{`]")
 GONE = 499  # status in the metrics of a request whose client left
 RETRIED = "x-stainless-retry-count"  # header of OpenAI's clients
 
@@ -133,8 +138,7 @@ class Application:
         name = hashlib.blake2b(b"\0".join((request.url.path.encode(), key, raw))).digest()
         job = self._jobs.take(asked, name, again=request.headers.get(RETRIED, "0") != "0")
         writer = Writer(asked, self._texts, name=self._name, number=job.id, created=job.created)
-        parser = ToolCallParser(self._tokenizer, asked.tools) if asked.tools else None
-        answer = _Answer(job, writer, parser)
+        answer = _Answer(job, writer, self._tokenizer)
         leave = partial(self._leave, job, name, began)
         stream = _EventStream(answer, until, leave)
         response: Response | None = None
@@ -198,14 +202,20 @@ class Application:
 
 
 class _Answer:
-    """The parts of an answer as they are written. `parser` reads calls of tools."""
+    """The parts of an answer as they are written. With tools, calls are read out of it."""
 
-    def __init__(self, job: Job, writer: Writer, parser: ToolCallParser | None) -> None:
-        self._job, self._writer, self._parser = job, writer, parser
+    def __init__(self, job: Job, writer: Writer, tokenizer: Tokenizer) -> None:
+        self._job, self._writer = job, writer
+        tools = job.asked.tools
+        self._parser = ToolCallParser(tokenizer, tools) if tools else None
+        self._delimiters = {i for i, _ in tokenizer.added_tokens.values()} if tools else set()
 
     def whole(self) -> dict[str, Any]:
         """The reply that is no stream."""
-        parts = [self._part(i, choice, _Sent()) for i, choice in enumerate(self._job.choices)]
+        parts = [
+            self._part(i, choice, _Sent(), len(choice.text))
+            for i, choice in enumerate(self._job.choices)
+        ]
         return self._writer.reply(parts)
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -225,36 +235,49 @@ class _Answer:
         yield b"data: [DONE]\n\n"
 
     def _further(self, index: int, choice: Choice, sent: "_Sent") -> Part | None:
-        """What a choice has more than was sent. Only its end says whether it calls tools."""
-        asked, shown, count = self._job.asked, choice.shown, len(choice.tokens)
-        if sent.all or self._parser is not None and not choice.ended:
-            return None
+        """What a choice has more than was sent."""
+        asked, count = self._job.asked, len(choice.tokens)
+        shown = choice.shown if self._parser is None else self._before_calls(choice)
         with_tokens = (asked.logprobs or asked.token_ids) and count > sent.tokens
-        if not (shown > sent.characters or with_tokens or choice.ended):
+        if sent.all or not (shown > sent.characters or with_tokens or choice.ended):
             return None
-        part = self._part(index, choice, sent)
+        part = self._part(index, choice, sent, shown)
         sent.characters, sent.tokens, sent.first, sent.all = shown, count, False, choice.ended
         return part
 
-    def _part(self, index: int, choice: Choice, sent: "_Sent") -> Part:
+    def _before_calls(self, choice: Choice) -> int:
+        """Characters that are no part of a call. At its end a choice is read as a whole."""
+        if choice.ended:
+            return len(choice.text)
+        if not self._delimiters.isdisjoint(choice.tokens):
+            return 0
+        first = BEGINS_CALL.search(choice.text)
+        return min(choice.shown, first.start() if first else len(choice.text))
+
+    def _part(self, index: int, choice: Choice, sent: "_Sent", shown: int) -> Part:
         part = Part(
             index=index,
-            text=choice.text[sent.characters : choice.shown],
+            text=choice.text[sent.characters : shown],
             tokens=choice.tokens[sent.tokens :],
             logprobs=choice.logprobs[sent.tokens :],
             finish_reason=choice.finish_reason,
             first=sent.first,
         )
-        return part if self._parser is None else self._with_calls(part, self._parser)
+        if self._parser is None or not choice.ended:
+            return part
+        return self._with_calls(part, choice, sent, self._parser)
 
-    def _with_calls(self, part: Part, parser: ToolCallParser) -> Part:
+    def _with_calls(
+        self, part: Part, choice: Choice, sent: "_Sent", parser: ToolCallParser
+    ) -> Part:
         """The part with its calls of tools. A call without a name or an end makes it a text."""
-        prompt = self._job.asked.prompts[0]
-        parsed = parser.parse(part.tokens, thinking=parser.opens_thinking(prompt))
+        prompt = self._job.asked.prompts[part.index // self._job.asked.n]
+        parsed = parser.parse(choice.tokens, thinking=parser.opens_thinking(prompt))
         if not parsed.calls or any(
             not call.name or call.status == "unclosed_block" for call in parsed.calls
         ):
             return part
+        shown = choice.text[: sent.characters]
         calls = [
             {
                 "id": call.id or _call_id(f"{self._job.id} {part.index} {i}"),
@@ -265,7 +288,7 @@ class _Answer:
         ]
         return replace(
             part,
-            text=parsed.content,
+            text=parsed.content[len(commonprefix([parsed.content, shown.lstrip()])) :],
             thinking=parsed.thinking,
             tool_calls=calls,
             finish_reason="tool_calls" if part.finish_reason == "stop" else part.finish_reason,

@@ -48,6 +48,7 @@ class Metrics:
         for name, about, number in (
             ("jaxrl_unfinished_choices", "Choices that are not complete.", "num_unfinished"),
             ("jaxrl_queued_choices", "Choices among them that wait for a slot.", "num_queued"),
+            ("jaxrl_free_cache_tokens", "Tokens that fit into the cache.", "num_free_tokens"),
         ):
             gauge = Gauge(name, about, registry=registry)
             gauge.set_function(lambda number=number: getattr(worker, number))

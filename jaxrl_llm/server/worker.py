@@ -106,6 +106,11 @@ class Worker:
         running = sum(x.sequence.status == "running" for x in [*self._running.values()])
         return max(self.num_unfinished - running, 0)
 
+    @property
+    def num_free_tokens(self) -> int:
+        """Tokens that fit into the free pages of the cache."""
+        return self._engine.num_free_tokens
+
     # --------------------------------------------------------------------- in the thread
 
     def _order(self, order: Callable[[], None]) -> None:

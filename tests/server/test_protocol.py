@@ -41,6 +41,7 @@ class ScriptedEngine:
     added: list[Any] = field(default_factory=list)
     go: threading.Event = field(default_factory=threading.Event)  # steps wait for it
     error: Exception | None = None
+    num_free_tokens = 77
 
     @property
     def has_work(self) -> bool:
@@ -301,6 +302,7 @@ def hermes(tmp_path_factory) -> Tokenizer:
         (CALL, None, 1),
         ("It is fine.", "It is fine.", 0),
         ("<tool_call>\n{", "<tool_call>\n{", 0),  # no name, no end
+        (f"One. {CALL} Two.", "One.  Two.", 1),
     ],
 )
 def test_calls_of_tools(hermes, text, content, number, stream):
@@ -309,8 +311,12 @@ def test_calls_of_tools(hermes, text, content, number, stream):
             chunks = chat(here.client, tools=[WEATHER], stream=True)
             parts = [chunk.choices[0] for chunk in chunks]
             found = "".join(part.delta.content or "" for part in parts) or None
+            found = found and found.strip()
             calls = [call for part in parts for call in part.delta.tool_calls or []]
             assert [call.index for call in calls] == [*range(number)]
+            # Text before a call comes while it is made, and nothing of the call.
+            early = "".join(part.delta.content or "" for part in parts[:-1])
+            assert early == text.partition("<")[0] if number else text.startswith(early)
             reason = parts[-1].finish_reason
         else:
             (choice,) = chat(here.client, tools=[WEATHER]).choices
@@ -387,6 +393,7 @@ def test_too_many_are_refused_and_come_again(tokenizer):
         assert metrics["jaxrl_sampled_tokens_total"] == 12
         assert metrics["jaxrl_answer_seconds_count"] == 1
         assert metrics["jaxrl_queued_choices"] == 0
+        assert metrics["jaxrl_free_cache_tokens"] == 77
 
 
 def metrics_of(server: Server) -> dict[str, float]:

@@ -224,13 +224,20 @@ def test_iteration_fsdp_4_tensor_2():
     check_iteration(MESHES[1], row_tokens=24)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_iteration_data_2_fsdp_2_tensor_2():
     check_iteration(MESHES[2])
 
 
 @pytest.mark.ci
 def test_each_phase_and_the_critic_in_a_layout_of_its_own():
+    """Training on three axes, generation by four devices, passes and the critic by one."""
+    phases = {"generation": PhaseMeshConfig(tensor=4), "passes": PhaseMeshConfig(tensor=1)}
+    check_iteration({"data": 2, "fsdp": 2, "tensor": 2} | phases, row_tokens=24, critic=1)
+
+
+@pytest.mark.slow
+def test_larger_tensor_sizes_in_every_phase():
     """Training in 8 shards, generation and the critic by pairs of devices, passes by fours."""
     phases = {"generation": PhaseMeshConfig(tensor=2), "passes": PhaseMeshConfig(tensor=4)}
     check_iteration({"fsdp": 8} | phases, row_tokens=24, critic=2)

@@ -161,3 +161,49 @@ def test_one_process_goes_on_from_two(tmp_path: Path, two: TinyRun) -> None:
     metrics, expected = run.metrics(), two.metrics()
     for step in range(RESUMED_FROM + 1, STEPS + 1):
         assert_close(metrics[step], expected[step], rtol=1e-5, atol=2e-6)
+
+
+# Process 1 of two has the second half of a batch, and so fails for all that it grades. One process
+# grades the whole batch in one call, as nothing is tried again.
+SECOND_HALF_FAILS = f"""
+import os
+
+works = 0 if os.environ.get("JAXRL_PROCESS_ID") == "1" else {SAMPLES // 2}
+
+
+def digits(completions):
+    return [sum(c.isdigit() for c in text) / 4 if i < works else None
+            for i, text in enumerate(completions)]
+"""
+FAILING = (
+    "--config.algorithm=grpo",
+    "--config.warmup=null",
+    "--config.data.val_tasks=[]",
+    "--config.checkpoint.best_metric=",
+    "--config.total_steps=4",
+    "--config.save_every=0",
+    "--config.reward.max_retries=0",
+)
+
+
+def test_both_processes_mask_what_failed_on_one(tmp_path: Path) -> None:
+    """In four steps: a run in which all samples of three steps are masked would end."""
+    one, two = (TinyRun(tmp_path / name, *FAILING) for name in ("one", "two"))
+    for run in (one, two):
+        (run.folder / "reward.py").write_text(SECOND_HALF_FAILS)
+    one.finish_here()
+    two.finish(launcher=[*PROCESSES, TRAIN])
+    expected, metrics = one.metrics(), two.metrics()
+    assert list(metrics) == list(expected)
+    for step in range(1, 5):
+        row = expected[step]
+        assert row["reward/masked_frac"] == 0.5 and row["rewards/failures"] == SAMPLES // 2
+        assert_close(metrics[step], row, rtol=1e-5, atol=2e-6)
+    samples = one.samples("train")
+    for key, sample in two.samples("train").items():
+        failed = key[1] >= SAMPLES // 2
+        assert (sample["score"] is None) == bool(sample["failures"]) == failed
+        assert all(samples[key][name] == sample[name] for name in ("tokens", "score"))
+    weights = one.weights(4)
+    for name, array in two.weights(4).items():
+        np.testing.assert_allclose(array, weights[name], rtol=1e-3, atol=1e-5, err_msg=name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_llm.supervision.masked_steps import MaskedSteps
+from jaxrl_llm.supervision.masked_steps import MaskedSteps, named_steps
 
 
 def test_only_steps_in_a_row_without_any_sample_end_the_run() -> None:
@@ -16,3 +16,8 @@ def test_only_steps_in_a_row_without_any_sample_end_the_run() -> None:
 def test_a_run_that_masks_nothing_goes_on() -> None:
     watch = MaskedSteps(most=1)
     assert watch.measured(1, None, {"critic/score/mean": 0.0}) == {}
+
+
+def test_steps_are_named_by_the_first_and_the_last() -> None:
+    """Dynamic sampling grades several times in one step."""
+    assert named_steps([5, 5, 5]) == "step 5" and named_steps([5, 6, 7]) == "steps 5 to 7"

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import model_config
-from tiny_iteration import PROMPTS, even_tokens, run_step, tiny_config
+from tiny_iteration import (
+    PROMPTS,
+    even_tokens,
+    first_states,
+    open_iteration,
+    run_step,
+    tiny_config,
+)
 
 from jaxrl_llm import config as c
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -149,6 +156,15 @@ def test_equal_dtypes_keep_their_matmul():
         gradient = jax.grad(lambda h, w: KERNELS["linear_logprob"](h, w, jnp.arange(3)).sum())
         program = str(jax.make_jaxpr(gradient)(hidden, weight))
         assert "dot_general" in program and "HIGHEST" not in program
+
+
+def test_strictly_sampler_and_trainer_have_the_same_bits():
+    config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
+    actor = replace(config.actor, dtype="bfloat16", head_dtype="float32", ppo_epochs=1)
+    config = replace(config, algorithm=c.GRPO(use_kl_loss=False), exact="strict", actor=actor)
+    iteration = open_iteration(config)
+    _, _, metrics = run_step(iteration, first_states(iteration), 1)
+    assert metrics["training/rollout_probs_diff_max"] == 0
 
 
 def test_policy_and_reference_are_equal_before_the_first_update():

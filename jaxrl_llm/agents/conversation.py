@@ -104,10 +104,9 @@ class Conversation:
         start = len(self.response)
         self.response += ids
         self.mask += [1] * len(ids)
-        parser = self._style.parser
-        parsed = parser.parse(ids, thinking=self._thinking)
+        parsed = self._style.parser.parse(ids, thinking=self._thinking)
         calls = tuple(checked(call, self._tools) for call in parsed.calls) if self._tools else ()
-        self.text = parsed.content if calls else parser.text(ids, thinking=self._thinking)
+        self.text = parsed.content if calls else parsed.text
         self.turns.append(Turn(start=start, end=len(self.response), calls=calls))
         self.messages.append(_answer(self.text, parsed.thinking, self.turns[-1]))
         if stop != "stop":

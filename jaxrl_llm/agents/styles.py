@@ -17,6 +17,7 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.turns import CALL_ID, Turns
 
 Message = dict[str, Any]
+MOST_PROMPTS = 64  # prompts that are kept, as samples of a group have the same
 MOST_SUFFIXES = 4096  # suffixes that are kept, as observations are often the same
 RESULT = "dummyresult"  # a word that no template writes by itself
 LISTING = (
@@ -71,6 +72,7 @@ class ChatStyle:
         self._turns: Turns = turns
         self.parser = ToolCallParser(tokenizer, tools, "plain" if self._listed else "")
         self._suffix = lru_cache(MOST_SUFFIXES)(self._find_suffix)
+        self._encoded = lru_cache(MOST_PROMPTS)(tokenizer.encode)
         self._as_tool = bool(tools) and self._writes_results(names[0])
         self._check(names[:1])
 
@@ -110,14 +112,17 @@ class ChatStyle:
         else:
             messages += opening or []
         if not self._listed:
-            return self._tokenizer.encode(self._turns.prompt(messages)), messages
+            return self._ids(self._turns.prompt(messages)), messages
         try:
             listed = _with_system(messages, self._listed)
-            return self._tokenizer.encode(self._turns.prompt(listed)), listed
+            return self._ids(self._turns.prompt(listed)), listed
         except ValueError:  # a template without a system message
             listed = [dict(message) for message in messages]
             listed[0]["content"] = f"{self._listed}\n\n{listed[0]['content']}"
-            return self._tokenizer.encode(self._turns.prompt(listed)), listed
+            return self._ids(self._turns.prompt(listed)), listed
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._encoded(text))
 
     def results(
         self, calls: Sequence[Call], results: Sequence[Result], stop: int

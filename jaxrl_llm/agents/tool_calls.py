@@ -27,6 +27,7 @@ SIGNS = (
     ("llama3", "ipython"),
     ("llama3", "<|python_tag|>"),
 )
+MOST_ENDS = 1024  # ends of prompts that are kept; few differ
 FIRST_MARK, NUM_MARKS = 0xD800, 2048  # the lone surrogates
 
 
@@ -55,6 +56,7 @@ class Parsed:
     content: str  # text outside of thinking and calls
     thinking: str
     calls: tuple[Call, ...]
+    text: str  # content and calls as they were written
 
 
 def find_family(tokenizer: TokenTexts) -> str:
@@ -85,12 +87,14 @@ class ToolCallParser:
         wanted = (*self._format.delimiters, *self._format.thinking)
         self._delimiters = {token: token for token in wanted}  # as they stand in marked text
         self._marks: dict[int, str] = {}
-        self._spelled: dict[str, str] = {}  # token of each mark
+        self._spelled: dict[int, str] = {}  # token of each mark
+        self._decoded: dict[int, str] = {}  # the same, without special tokens
+        self._known_ends: dict[tuple[int, ...], bool] = {}
         self._texts = {i: token for token, (i, _) in added.items()}
+        self._special = special
         for token in dict.fromkeys(wanted):
             if token in added:
                 self._delimiters[token] = self._mark(added[token][0])
-        self._special = special
         self._properties = {
             str(function.get("name")): (function.get("parameters") or {}).get("properties") or {}
             for function in (tool.get("function", tool) for tool in tools)
@@ -99,22 +103,29 @@ class ToolCallParser:
     def parse(self, ids: Sequence[int], *, thinking: bool = False) -> Parsed:
         """The content and the calls of an answer. `thinking`: the prompt has opened it already."""
         text = self._marked(ids)
-        while text and text[-1] in self._spelled and text[-1] not in self._delimiters.values():
+        while text and ord(text[-1]) in self._spelled and text[-1] not in self._delimiters.values():
             text = text[:-1]  # the end of the turn
         thought, text = self._format.split_thinking(text, self._delimiters, thinking)
         content, calls = self._format.read(text, self._delimiters, self)
-        return Parsed(self.plain(content).strip(), self.plain(thought).strip(), tuple(calls))
-
-    def text(self, ids: Sequence[int], *, thinking: bool = False) -> str:
-        """The text of an answer without its thinking; calls stay in it."""
-        text = self._marked(ids)
-        return self.plain(self._format.split_thinking(text, self._delimiters, thinking)[1]).strip()
+        return Parsed(
+            content=self.plain(content).strip(),
+            thinking=self.plain(thought).strip(),
+            calls=tuple(calls),
+            text=self.plain(text).strip(),
+        )
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """True if a prompt ends with thinking that is open."""
-        opening, closing = (self._delimiters[token] for token in self._format.thinking)
-        text = self._marked(prompt[-16:])
-        return text.rfind(opening) > text.rfind(closing)
+        return self._opens(tuple(prompt[-16:]))
+
+    def _opens(self, end: tuple[int, ...]) -> bool:
+        if end not in self._known_ends:
+            opening, closing = (self._delimiters[token] for token in self._format.thinking)
+            text = self._marked(end)
+            if len(self._known_ends) >= MOST_ENDS:
+                self._known_ends.clear()
+            self._known_ends[end] = text.rfind(opening) > text.rfind(closing)
+        return self._known_ends[end]
 
     # --------------------------------------------------------------------- for the formats
 
@@ -124,17 +135,17 @@ class ToolCallParser:
 
     def plain(self, marked: str) -> str:
         """A marked text without special tokens, as the tokenizer decodes it."""
-        special = {mark for i, mark in self._marks.items() if i in self._special}
-        return self.spelled("".join(c for c in marked if c not in special))
+        return marked.translate(self._decoded)
 
     def spelled(self, marked: str) -> str:
         """A marked text with the tokens that its marks stand for."""
-        return "".join(self._spelled.get(c, c) for c in marked)
+        return marked.translate(self._spelled)
 
     def _mark(self, i: int) -> str:
         if i not in self._marks:
             self._marks[i] = chr(FIRST_MARK + len(self._marks))
-            self._spelled[self._marks[i]] = self._texts[i]
+            self._spelled[ord(self._marks[i])] = self._texts[i]
+            self._decoded[ord(self._marks[i])] = "" if i in self._special else self._texts[i]
         return self._marks[i]
 
     def _marked(self, ids: Sequence[int]) -> str:

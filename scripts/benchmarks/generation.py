@@ -1,7 +1,7 @@
 """Generation with random weights: fixed batches, the RL mix, own lengths, and prefill alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import Case, CheckFailed, most_mult_prob_error, require
+from benchmarks.harness import MAIN, Case, CheckFailed, most_mult_prob_error, require
 from benchmarks.options import Options
 from benchmarks.roofline import (
     H200,
@@ -26,13 +26,20 @@ from jaxrl_llm.distributed.device_memory import free_memory
 from jaxrl_llm.distributed.layout import Layout, generation_layout, mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated, shardings
 from jaxrl_llm.estimate.memory import float8_bytes
-from jaxrl_llm.generation.engine import GenerationOutput, compiler_options, generate_on_mesh
+from jaxrl_llm.generation.engine import (
+    GenerationInPieces,
+    GenerationOutput,
+    compiler_options,
+    generate_on_mesh,
+)
 from jaxrl_llm.generation.memory import GB, Replica, fitted
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.generation.sizes import slots_of
+from jaxrl_llm.generation.sizes import slots_of, tails_of
 from jaxrl_llm.learner.forward import ForwardSettings, row_logprobs
 from jaxrl_llm.models.base import ModelSpec, init_sharded, model_spec
+from jaxrl_llm.program.ahead import Compilers
+from jaxrl_llm.program.chain import Chain
 
 
 class Weights:
@@ -107,6 +114,10 @@ class Generation(Case):
         self.settings = self._settings()
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
+        return dict(self.lower_in_turn())
+
+    def lower_in_turn(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """The programs of a run: on one device, each loop of the engine is one."""
         work = self.work
         by_row = batch_sharding(self.mesh)
         whole = replicated(self.mesh)
@@ -121,13 +132,27 @@ class Generation(Case):
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
         rows = work.rows // self.layout.num_replicas
         options = compiler_options(rows, self.settings.num_slots)
-        answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
-        return {
-            "main": answer.lower(self.weights.abstract, *inputs, key),
-            "trainer": self.weights.trainer(
-                len(self.checked), work.prompt_length + max(work.limits)
-            ),
-        }
+        arguments = self.weights.abstract, *inputs, key
+        tails = range(len(tails_of(self.settings, rows)))
+        if tails and self.mesh.size == 1:
+            chain = Chain(
+                self._answer,
+                self._begin,
+                [partial(self._tail, number) for number in tails],
+                self._end,
+                num_arguments=len(arguments),
+                place=whole,
+                out_shardings=whole,
+                compiler_options=options,
+                compilers=Compilers(),
+            )
+            for number, (program, given) in enumerate(chain.links(*arguments)):
+                yield f"{MAIN} {number}", program.lower(*given)
+        else:
+            answer = jax.jit(self._answer, out_shardings=by_row, compiler_options=options)
+            yield MAIN, answer.lower(*arguments)
+        rows = len(self.checked)
+        yield "trainer", self.weights.trainer(rows, work.prompt_length + max(work.limits))
 
     def prepare(self, programs: dict[str, jax.stages.Compiled]) -> None:
         work = self.work
@@ -169,7 +194,17 @@ class Generation(Case):
         # Another seed each time, so that no run repeats an earlier one.
         key = self.keys[self.calls % len(self.keys)]
         self.calls += 1
-        output: GenerationOutput = self.programs["main"](self.params, *self.inputs, key)
+        first, *others = (run for name, run in self.programs.items() if name.startswith(MAIN))
+        arguments = self.params, *self.inputs, key
+        output: GenerationOutput
+        if others:
+            kept, passed, moved = first(*arguments)
+            for tail in others[:-1]:
+                passed, moved = tail(*arguments, kept, passed, moved)
+            del kept, moved
+            output = others[-1](*arguments, passed)
+        else:
+            output = first(*arguments)
         self.steps, self.prefills = output.steps, output.prefills
         return output
 
@@ -220,6 +255,29 @@ class Generation(Case):
             key,
             self.settings,
             layout=self.layout,
+            limits_N=limits,
+        )
+
+    def _begin(self, params: Any, *inputs: Any) -> tuple[Any, Any, Any]:
+        return self._in_pieces(*inputs).begin(self.spec, params, params)
+
+    def _tail(self, number: int, params: Any, *inputs_and_carried: Any) -> tuple[Any, Any]:
+        inputs, carried = inputs_and_carried[:5], inputs_and_carried[5:]
+        return self._in_pieces(*inputs).tail(number, params, *carried)
+
+    def _end(self, params: Any, *inputs_and_passed: Any) -> GenerationOutput:
+        *inputs, passed = inputs_and_passed
+        return self._in_pieces(*inputs).end(passed)
+
+    def _in_pieces(
+        self, prompts: Any, lengths: Any, sample_ids: Any, limits: Any, key: Any
+    ) -> GenerationInPieces:
+        return GenerationInPieces(
+            prompts_NP=prompts,
+            lengths_N=lengths,
+            sample_ids_N=sample_ids,
+            seed_key=key,
+            settings=self.settings,
             limits_N=limits,
         )
 

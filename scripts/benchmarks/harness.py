@@ -24,6 +24,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.shapes import num_parameters
 
 MOST_CALLS = 200
+MAIN = "main"  # begin of the names of programs that are timed
 
 Programs = dict[str, jax.stages.Compiled]
 # A program, the seconds that compiling it took, and the time at which it was ready.
@@ -51,6 +52,7 @@ class Compiling:
         return programs, {
             "s compiling": added_up,
             "s lowering": self.lowering,
+            "s longest program": max(seconds for _, seconds, _ in done.values()),
             "s until compiled": last - self.started,
         }
 
@@ -69,10 +71,15 @@ class Case(ABC):
 
     @abstractmethod
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Every program of the case, from abstract arrays; "main" is the one that is timed.
+        """Every program of the case, from abstract arrays.
 
-        An object that several cases return is compiled once.
+        What is timed is "main", and other names that begin so. An object that several cases return
+        is compiled once.
         """
+
+    def lower_in_turn(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """The programs of `lower`. Each is compiled while the next one is lowered."""
+        yield from self.lower().items()
 
     @abstractmethod
     def prepare(self, programs: Programs) -> None:
@@ -95,8 +102,8 @@ class Case(ABC):
         yield "run", self.run
 
     def memory(self, programs: Programs) -> int | None:
-        """Bytes of a device that the timed program holds."""
-        return memory_bytes(programs["main"])
+        """Bytes of a device that the timed program holds; of several, the largest."""
+        return max(memory_bytes(programs[name]) or 0 for name in programs if name.startswith(MAIN))
 
     def release(self) -> None:
         """Drop every array; called also after a failure."""
@@ -116,7 +123,7 @@ def run_cases(
     With a folder `profile`, each case runs once more and writes its traces there.
     """
     rows = []
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         shared: dict[int, tuple[Any, Future[Timed]]] = {}
         compiling = [_submit(pool, case, compiler_options, shared) for case in cases]
         waiting = list(zip(cases, compiling, strict=True))
@@ -226,23 +233,20 @@ def _submit(
     compiler_options: dict[str, Any],
     shared: dict[int, tuple[Any, Future[Timed]]],
 ) -> Compiling:
-    start = time.perf_counter()
+    start, futures = time.perf_counter(), {}
     try:
-        lowered = case.lower()
+        for name, program in case.lower_in_turn():
+            if id(program) not in shared:
+                # The options are for the measured programs; a check keeps the defaults.
+                options = compiler_options if name.startswith(MAIN) else None
+                # The reference keeps another program from getting this id.
+                shared[id(program)] = program, pool.submit(_compile, program, options)
+            futures[name] = shared[id(program)][1]
     except Exception as error:  # any failure concerns only this case
         failed: Future[Timed] = Future()
         failed.set_exception(error)
-        return Compiling(start, 0.0, {"main": failed})
-    lowering = time.perf_counter() - start
-    futures = {}
-    for name, program in lowered.items():
-        if id(program) not in shared:
-            # The options are for the measured program; a check keeps the defaults.
-            options = compiler_options if name == "main" else None
-            # The reference keeps another program from getting this id.
-            shared[id(program)] = program, pool.submit(_compile, program, options)
-        futures[name] = shared[id(program)][1]
-    return Compiling(start, lowering, futures)
+        return Compiling(start, 0.0, {MAIN: failed})
+    return Compiling(start, time.perf_counter() - start, futures)
 
 
 def _compile(program: jax.stages.Lowered, options: dict[str, Any] | None) -> Timed:

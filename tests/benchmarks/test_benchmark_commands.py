@@ -31,6 +31,7 @@ from benchmarks.options import read_options
 from benchmarks.records import Row
 from benchmarks.rl_step import rl_step_cases
 from benchmarks.training import training_cases
+from jaxrl_llm.generation import tail
 from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import to_hf_config
@@ -156,6 +157,23 @@ def test_wrong_logprobs_are_found(monkeypatch):
     monkeypatch.setattr(generation, "row_logprobs", lambda *a, **k: right(*a, **k) - 0.1)
     (found,) = rows_of("generation", "--workload=fixed", "--batch=1")
     assert "token_mult_prob_error" in found.error
+
+
+def test_loops_of_a_generation_are_programs_that_compute_the_same(monkeypatch):
+    monkeypatch.setattr(tail, "SHORTEST_RESPONSE", 1)
+    monkeypatch.setattr(tail, "SMALLEST_TAILS", (4, 2))
+    (case,) = command._cases(
+        read_options(["generation", TINY, "--workload=rl_mix", "--groups=4x2"])
+    )
+    programs = {name: program.compile() for name, program in case.lower().items()}
+    assert sorted(programs) == [*(f"main {i}" for i in range(4)), "trainer"]
+    case.prepare(programs)
+    case.check()
+    case.calls = 0  # the same seed
+    out = case.run()
+    whole = jax.jit(case._answer)(case.params, *case.inputs, case.keys[0])
+    np.testing.assert_array_equal(out.tokens, whole.tokens)
+    np.testing.assert_array_equal(out.logprobs, whole.logprobs)
 
 
 @pytest.mark.slow

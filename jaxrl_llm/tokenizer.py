@@ -417,7 +417,8 @@ class HFTokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of the ids, without clean-up of spaces."""
-        if self._tokenizer.is_fast:  # transformers looks at every id before, which takes longer
+        if getattr(self._tokenizer, "is_fast", False):
+            # transformers looks at every id before, which takes longer than decoding.
             plain = [int(i) for i in ids]
             return self._tokenizer.backend_tokenizer.decode(plain, skip_special_tokens=skip_special)
         return self._tokenizer.decode(

@@ -28,7 +28,7 @@ BODY = "body"  # how messages name the request
 # Parameters that change no answer.
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"),
-    *("prompt_cache_key", "skip_special_tokens", "include_stop_str_in_output"),
+    "prompt_cache_key",
 }
 # Parameters that are supported at one value.
 ONLY: dict[str, Any] = {
@@ -147,7 +147,7 @@ def read_chat(raw: bytes, tokenizer: Tokenizer, *, name: str, context: int) -> A
         "tools": tools or None,
         "chat_template_kwargs": body.chat_template_kwargs or None,
     }
-    ids = _encoded(row, tokenizer)
+    ids = _encoded(row, tokenizer, "messages")
     limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
     return _asked(
         body,
@@ -167,7 +167,7 @@ def read_completion(raw: bytes, tokenizer: Tokenizer, *, name: str, context: int
     several = isinstance(body.prompt, list) and not all(isinstance(x, int) for x in body.prompt)
     prompts: list[Any] = list(body.prompt) if several else [body.prompt]
     ids = [
-        _encoded({"prompt": prompt}, tokenizer)
+        _encoded({"prompt": prompt}, tokenizer, "prompt")
         if isinstance(prompt, str)
         else _known(prompt, tokenizer)
         for prompt in prompts
@@ -206,12 +206,13 @@ def _read(cls: type[Any], raw: bytes, name: str) -> Any:
     return body
 
 
-def _encoded(row: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+def _encoded(row: Mapping[str, Any], tokenizer: Tokenizer, key: str) -> tuple[int, ...]:
     """The ids of a text or of messages, as `generate` and training make them."""
     try:
         return prompt_of(row, "prompt", tokenizer, data_source=BODY, index=0).token_ids
-    except ValueError as error:
-        raise ApiError(400, str(error)) from None
+    except ValueError as error:  # it speaks of rows of data
+        text = str(error).replace("column 'prompt", f"'{BODY}.{key}")
+        raise ApiError(400, text.replace("prompt[", f"{BODY}.{key}[")) from None
 
 
 def _known(ids: Sequence[int], tokenizer: Tokenizer) -> tuple[int, ...]:

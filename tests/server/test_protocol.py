@@ -215,7 +215,9 @@ def test_keys(tokenizer):
     ("changes", "message"),
     [
         ({"temperature": -1}, "body.temperature=-1.*0 or more"),
-        ({"messages": []}, "is empty"),
+        ({"messages": []}, "'body.messages' is empty"),
+        ({"messages": [{"role": "user", "content": ""}]}, "'body.messages.0..content' is empty"),
+        ({"messages": [{"content": "a"}]}, "body.messages.0. has no role"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role robot"),
         ({"messages": "hi"}, "body.messages"),
         ({"max_tokens": 0}, "body.max_tokens=0"),

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as c
@@ -10,6 +11,7 @@ from jaxrl_llm.agents.calculator import Calculator, calculator
 from jaxrl_llm.agents.conversation import Budgets
 from jaxrl_llm.agents.driver import Driver, DriverSettings
 from jaxrl_llm.agents.games import Guess, Maze
+from jaxrl_llm.agents.observations import Observations
 from jaxrl_llm.agents.sessions import Reference, Setup
 from jaxrl_llm.agents.verifying import CodeEnvironment, Retry, python
 from jaxrl_llm.agents.workers import open_tools
@@ -35,8 +37,10 @@ def has_turns(config: c.Config) -> bool:
     return bool(config.rollout.tools or config.rollout.environment)
 
 
-def open_driver(config: c.Config, tokenizer: Tokenizer, *, max_context: int) -> Driver:
-    """The driver of a run. Close it at the end.
+def open_driver(
+    config: c.Config, tokenizer: Tokenizer, *, max_context: int, folder: Path | None = None
+) -> Driver:
+    """The driver of a run. Close it at the end. `folder` keeps the observations for a resume.
 
     Raises: ValueError, with the remedy, for tools and environments that cannot be loaded.
     """
@@ -69,7 +73,8 @@ def open_driver(config: c.Config, tokenizer: Tokenizer, *, max_context: int) -> 
         num_workers=rollout.num_tool_workers,
         limits=worker_limits(rewards),
     )
-    return Driver(tokenizer, tools, settings)
+    observations = None if folder is None else Observations(folder)
+    return Driver(tokenizer, tools, settings, observations)
 
 
 def _ours(settings: c.Tool | c.Environment | c.Custom) -> Callable[..., Any] | None:

@@ -17,13 +17,13 @@ CHAR = CharTokenizer()
 CHATML = ["<|im_start|>", "<|im_end|>"]
 
 
-def opened(tokenizer, max_context=10_000, **changes):
+def opened(tokenizer, max_context=10_000, folder=None, **changes):
     names = {"response": "data.max_response_length", "most_prompt": "data.max_prompt_length"}
     changes = {"response": 2000, "most_prompt": 4000} | changes
     keys = {names.get(key, f"rollout.{key}"): value for key, value in changes.items()}
     keys = {key.replace("rollout.max_retries", "reward.max_retries"): v for key, v in keys.items()}
     config = load_config("ppo", keys)
-    return open_driver(config, tokenizer, max_context=max_context)
+    return open_driver(config, tokenizer, max_context=max_context, folder=folder)
 
 
 _DRIVERS = {}
@@ -613,3 +613,41 @@ def test_settings_of_classes_equal_the_config():
         fields = {f.name: f.default for f in dataclasses.fields(record)}
         own.pop("grader", None), fields.pop("grader", None)
         assert own == fields, textwrap.shorten(str(record), 80)
+
+
+# ------------------------------------------------------------------------- resume
+
+
+def test_a_resumed_step_reads_its_observations(classes, functions, tmp_path):
+    """Answers that differ the second time get no say. Tools without a state are not called."""
+    (tmp_path / "clock.py").write_text(
+        "import time\n\ndef clock():\n    "
+        f'"""Tell the time."""\n    open({str(tmp_path / "calls")!r}, "a").write("x")\n'
+        "    return time.time_ns()\n"
+    )
+    dice = {"kind": "custom", "path": f"{classes}:Dice"}
+    cases = {
+        "tools": ({"tools": f"{tmp_path / 'clock.py'}:clock"}, open_chat(), ASKED),
+        "dice": ({"environment": dice}, CHAR, "Roll."),
+    }
+    turns = {"tools": [call("clock"), call("clock"), "So."], "dice": ["a", "a", "c"]}
+    for name, (changes, tokenizer, prompt) in cases.items():
+        columns = {"file": str(tmp_path / "there")} if name == "dice" else {}
+        sample = sample_of(tokenizer, 0, prompt, turns[name], **columns)
+        done = []
+        for _ in range(2):
+            driver = opened(tokenizer, folder=tmp_path / name, **changes)
+            engine = FakeEngine(tokenizer, driver.stop_ids(plain=name == "dice"))
+            done += driver.run(engine, [sample])
+            driver.close()
+            with (tmp_path / name / "step_3.jsonl").open("a") as file:
+                file.write('{"key": "0/9", "act')  # a line that a kill has cut
+        assert done[0].response_ids == done[1].response_ids
+        assert [t.differs for t in done] == [False, name == "dice"]
+    assert (tmp_path / "calls").read_text() == "xx"
+    driver = opened(CHAR, folder=tmp_path / "dice", environment="guess")
+    driver._observations.drop_before(3)
+    assert [*(tmp_path / "dice").iterdir()]
+    driver._observations.drop_before(4)
+    assert not [*(tmp_path / "dice").iterdir()]
+    driver.close()

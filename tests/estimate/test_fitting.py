@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from tiny import EXPERTS, HYBRID, MODEL
 from tiny_iteration import first_states, open_iteration, prompts, tiny_config
+from tiny_program import EXACT, program_config
 
+import jaxrl_llm as rl
 from jaxrl_llm import config as c
 from jaxrl_llm.distributed.hardware import MEMORY, USABLE
 from jaxrl_llm.distributed.multihost import fetch, make_global
@@ -398,3 +400,18 @@ def test_a_rollout_apart_has_the_memory_of_its_own_devices(on_h200, tmp_path):
     # The actor's devices have a quarter of its state each, and the copy that answers.
     held_out = found.rollout.memory_gb - (4 + 2 * 2) * num_parameters(SHAPES["qwen2.5-7b"]) / 4 / GB
     assert found.validation.memory_gb == pytest.approx(held_out, rel=0.01)
+
+
+def test_a_run_says_its_slots_and_goes_on_with_them(on_h200, monkeypatch, tmp_path, capsys):
+    config = program_config(tmp_path / "run", total_steps=1, save_every=1, reward=EXACT)
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+    rl.train(config, train_data=rows)
+    about = json.loads((tmp_path / "run" / "about.json").read_text())
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())["rollout"]["memory_gb"]
+    assert about["generation"].endswith(f"in {stored:g} GB")
+    assert about["generation"] in capsys.readouterr().out
+    # Another version, which would find other sizes, takes what the folder says.
+    monkeypatch.setattr(fitting, "memory_limit", lambda: 70_000_000_000)
+    rl.train(replace(config, total_steps=2), train_data=rows)
+    after = json.loads((tmp_path / "run" / "config.json").read_text())["rollout"]["memory_gb"]
+    assert after == stored > 100

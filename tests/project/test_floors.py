@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,6 +189,13 @@ def test_the_bottom_needs_no_jax():
         for line, target in imported_modules(tree, name, file.name == "__init__.py"):
             room = room_name(target) in (None, *rooms, *bottom)
             assert room and target.split(".")[0] != "jax", f"{file}:{line} imports {target}"
+
+
+def test_workers_of_rewards_and_tools_need_no_jax():
+    """A worker neither pays for jax nor takes an accelerator from the trainer."""
+    code = "import sys, {}; assert 'jax' not in sys.modules, 'jax'"
+    for module in ("agents.worker", "agents.setup", "rewards.workers.worker"):
+        subprocess.run([sys.executable, "-c", code.format(f"jaxrl_llm.{module}")], check=True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ GPU_SLOTS, CPU_SLOTS = 256, 8
 LOGITS = 4  # arrays of the size of the logits that sampling has at once
 CPU_BYTES = 2 << 30  # cache on a CPU
 PREFILL_TOKENS = 8192  # prompt tokens computed at once
-STEPS = 16  # decode steps of a call; new requests wait for its end, and streams come so often
+STEPS = 32  # most decode steps of a call
 
 
 def serving_engine(
@@ -25,7 +25,7 @@ def serving_engine(
     memory: float,
     context: int = 0,
     slots: int = 0,
-    steps: int = 0,
+    steps: int = STEPS,
 ) -> Engine:
     """An engine for requests of any kind, in `memory` bytes next to the weights; 0: on a CPU.
 
@@ -47,7 +47,7 @@ def serving_engine(
         num_slots=slots,
         cache_tokens=min(room, slots * context),
         stop_ids=stop_ids,
-        steps=steps or STEPS,
+        steps=steps,
         prefill_tokens=PREFILL_TOKENS,
     )
     config = config.for_context(context)  # rope may depend on the longest row

@@ -18,6 +18,9 @@ from jaxrl_llm.generation.sequence import Sampling, Sequence
 from jaxrl_llm.generation.session import Engine
 
 log = logging.getLogger(__name__)
+# Decode steps of a call while fewer sequences than MANY run; else the engine's own number. New
+# requests wait for its end, and streams come so often.
+FEW_STEPS, MANY = 16, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,9 @@ class Worker:
         for order in orders:
             order()
         if not self._closing and self._engine.has_work:
-            self._hand_over(self._engine.step())
+            # Between two calls the device waits for the host: the longer, the more sequences.
+            few = len(self._running) < MANY
+            self._hand_over(self._engine.step(FEW_STEPS if few else 0))
         return not self._closing
 
     def _add(self, wanted: Wanted, receiver: Receiver) -> None:

@@ -11,7 +11,7 @@ Flags:
   --rounds=2               requests of each client that are measured
   --dtype=bfloat16         dtype of the weights and of the computation
   --slots=0                answers generated at once; 0: the most clients
-  --steps=0                decode steps of a call of the engine; 0: the server's own
+  --steps=0                most decode steps of a call of the engine; 0: the server's own
   --url=URL --model=NAME   measure a running server instead, e.g. http://127.0.0.1:8000/v1
 """
 
@@ -76,16 +76,16 @@ def serve(flags: dict[str, str]) -> None:
 
     from benchmarks.sizes import read_shapes
     from jaxrl_llm.distributed.device_memory import free_memory
-    from jaxrl_llm.evaluation.serving import serving_engine
-    from jaxrl_llm.models.base import init_params, model_spec
+    from jaxrl_llm.evaluation.serving import STEPS, serving_engine
+    from jaxrl_llm.models.base import init_sharded, model_spec
     from jaxrl_llm.server.listening import Server
     from jaxrl_llm.server.settings import ServerSettings
     from jaxrl_llm.tokenizer import load_tokenizer
 
     ((name, config),) = read_shapes(flags["shape"]).items()
     spec = model_spec(config, dtype=flags["dtype"], form="merged")
-    params = jax.jit(lambda key: init_params(spec, key))(jax.random.key(0))
-    params = jax.tree.map(lambda x: x.astype(flags["dtype"]), params)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = init_sharded(spec, jax.random.key(0), jax.tree.map(lambda _: place, spec.params))
     most = max(map(int, flags["clients"].split(",")))
     context = int(flags["prompt"]) + int(flags["response"])
     engine = serving_engine(
@@ -95,7 +95,7 @@ def serve(flags: dict[str, str]) -> None:
         memory=free_memory(sum(x.nbytes for x in jax.tree.leaves(params))),
         context=context,
         slots=int(flags["slots"]) or most,
-        steps=int(flags["steps"]),
+        steps=int(flags["steps"]) or STEPS,
     )
     del params
     with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,7 @@ class ScriptedEngine:
         self.added.append(sequence)
         return sequence
 
-    def step(self):
+    def step(self, most):
         time.sleep(0.002)
         if not self.go.wait(0.01):
             return []

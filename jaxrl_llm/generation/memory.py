@@ -76,7 +76,7 @@ def fitted(settings: GenerationSettings, replica: Replica, memory: float) -> Gen
         sizes, pages = _sizes(replace(trial, cache_tokens=0), replica)
         fixed = _bytes(trial, replica, sizes, 0.0)
         page = pages.entries * _kv_bytes(settings, replica)
-        room = int((memory - fixed) // page)
+        room = min(int((memory - fixed) // page), _most_pages(pages.entries, replica))
         wanted = -(-settings.cache_tokens // pages.entries) or room
         expected = 0 if asked else slots * math.ceil(EXPECTED * pages.per_slot)
         least = max(pages.per_slot, expected)
@@ -141,6 +141,13 @@ def _sizes(settings: GenerationSettings, replica: Replica) -> tuple[EngineSizes,
         cache_tokens=settings.cache_tokens,
     )
     return sizes, pages
+
+
+def _most_pages(entries: int, replica: Replica) -> int:
+    """The most pages of a layer of one device, of which an int32 still numbers every element."""
+    heads, size = replica.config.cache_heads
+    parts = min(replica.tensor, heads)
+    return (2**31 - 1) // (entries * 2 * size * -(-heads // parts))
 
 
 def _kv_bytes(settings: GenerationSettings, replica: Replica) -> float:

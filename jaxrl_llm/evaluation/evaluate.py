@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.agents.trajectory import Trajectory
 from jaxrl_llm.config import Config, Custom, ExactAnswer, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
@@ -46,6 +47,11 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.plan.conversing import (
+    Conversations,
+    completions_of_turns,
+    validation_samples,
+)
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.program.ahead import Compilers
@@ -101,7 +107,11 @@ class Validator:
         dtype: str,
         seed: int,
         memory: float = 0.0,
+        turns: Conversations | None = None,
+        graded_by_environment: bool = False,
     ):
+        """`turns` answers where the run has tools or environments."""
+        self._turns, self._graded_by_environment = turns, graded_by_environment
         self.num_prompts = len(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
@@ -172,6 +182,7 @@ class Validator:
         indices: list[int] = []
         prompts: list[Prompt] = []
         completions: list[Completion] = []
+        trajectories: list[Trajectory] = []
         for number, chunk in enumerate(self._prompts):
             first = number * self._batch_size * self._n  # sample of the batch, among all
             batch = prompt_batch(
@@ -183,6 +194,13 @@ class Validator:
                 first_sample=first,
             )
             arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids)
+            if self._turns is not None:
+                numbers = [first + row for row in self._rows.owned.tolist()]
+                kept = [i for i in numbers if i < self.num_prompts * self._n]
+                asked = [chunk[(i - first) // self._n] for i in kept]
+                trajectories += self._converse(params, step, asked, kept)
+                indices, prompts = indices + kept, prompts + asked
+                continue
             with memory_guard("validation", NEEDS_LESS_MEMORY):
                 arguments = *place_held(arrays, self._sharding, self._rows), device_step
                 if not self._compiled:
@@ -200,8 +218,10 @@ class Validator:
                     indices.append(first + row)
                     prompts.append(chunk[row // self._n])
                     completions.append(completion)
+        if self._turns is not None:
+            completions = completions_of_turns(trajectories)
         with host_work():
-            graded = self._grader.score(prompts, completions, step)
+            graded = self._graded(prompts, completions, trajectories, step)
         sources, grades, answers, failed = self._all_grades(indices, prompts, graded)
         return Validation(
             metrics=accuracy_metrics(sources, grades, self._n, answers)
@@ -215,6 +235,37 @@ class Validator:
             grades=graded.scores,
             preds=[_answer(extras) for extras in graded.extras],
             failures=graded.reasons(),
+        )
+
+    def _converse(
+        self, params: Params, step: int, prompts: list[Prompt], numbers: list[int]
+    ) -> list[Trajectory]:
+        """Answers of several turns."""
+        assert self._turns is not None
+        key = jax.random.fold_in(jax.random.key(self._seed), SEED_STREAM)
+        samples = validation_samples(
+            prompts,
+            numbers,
+            n=self._n,
+            seed_key=np.asarray(jax.random.key_data(jax.random.fold_in(key, step))),
+        )
+        settings = replace(self._settings, attention=self.role.forward.attention)
+        return self._turns.run(self.role, params, samples, settings, self._dtype)[0]
+
+    def _graded(
+        self,
+        prompts: list[Prompt],
+        completions: list[Completion],
+        trajectories: list[Trajectory],
+        step: int,
+    ) -> Grades:
+        """The grades; where the environment alone gives rewards in training, its own."""
+        if not trajectories or not self._graded_by_environment:
+            return self._grader.score(prompts, completions, step)
+        return Grades(
+            scores=np.array([trajectory.reward or 0.0 for trajectory in trajectories], np.float32),
+            extras=[{} for _ in trajectories],
+            failures=[],
         )
 
     def _all_grades(
@@ -295,18 +346,31 @@ class _Answering:
 
 
 def open_validator(
-    config: Config, actor: Role, tokenizer: Tokenizer, run_dir: Path | None, stack: ExitStack
+    config: Config,
+    actor: Role,
+    tokenizer: Tokenizer,
+    run_dir: Path | None,
+    stack: ExitStack,
+    turns: Conversations | None = None,
 ) -> Validator:
     """Held-out prompts, their grader, and the program that answers them.
+
+    `turns` answers in a run with tools or environments.
 
     Raises ValueError for graders that do not fit the rows.
     """
     validation, stops = config.validation, stops_of(config, tokenizer)
     grader = open_graders(config, stack)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
-    grader.check(columns_by_source(prompts), config.data.columns)
-    own = [prompts[index] for index in own_indices(prompts)]
-    refuse_unreadable(gather_objects(grader.unreadable(own), "right answers"), "held-out")
+    graded_by_environment = (
+        bool(config.rollout.environment)
+        and not config.reward.functions
+        and validation.grader is None
+    )
+    if not graded_by_environment:
+        grader.check(columns_by_source(prompts), config.data.columns)
+        own = [prompts[index] for index in own_indices(prompts)]
+        refuse_unreadable(gather_objects(grader.unreadable(own), "right answers"), "held-out")
     return Validator(
         prompts,
         role=actor,
@@ -330,6 +394,8 @@ def open_validator(
         dtype=config.rollout.dtype or config.actor.dtype,
         seed=config.seed,
         memory=validation.memory_gb * GB,
+        turns=turns,
+        graded_by_environment=graded_by_environment,
     )
 
 

@@ -32,6 +32,7 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
+from jaxrl_llm.plan.conversing import open_conversations
 from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
 from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.weights import adapted_role, base_digests, load_params, restored
@@ -57,7 +58,10 @@ def evaluate(config: Config) -> Validation:
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     config = _with_memory(config, role)
     with ExitStack() as stack:
-        validator = open_validator(config, role, tokenizer, None, stack)
+        turns = open_conversations(config, tokenizer)
+        if turns is not None:
+            stack.callback(turns.driver.close)
+        validator = open_validator(config, role, tokenizer, None, stack, turns)
         return validator.run(load_params(role, source, config.seed), 0)
 
 

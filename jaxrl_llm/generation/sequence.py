@@ -67,6 +67,12 @@ class Sequence:
         return 0 if self.beginning is None else len(self.beginning.tokens)
 
     @property
+    def all_routes(self) -> list[Any]:
+        """The experts of all computed ids, in parts, from the shared beginning on."""
+        shared = [] if self.beginning is None else [self.beginning.routes]
+        return [*shared, *self.routes]
+
+    @property
     def response(self) -> list[int]:
         """The ids after the first prompt."""
         return self.tokens[self.num_prompt :]

@@ -72,6 +72,7 @@ class EngineSettings:
     steps: int = 32  # most decode steps of a call
     prefill_tokens: int = 8192  # ids of one call of `extend`, about
     quantization: Quantization = "none"
+    in_generation_form: bool = False  # the weights have been through `formed`
     attention: Implementation = "auto"
     record_routes: bool = False
     record_kept: bool = False
@@ -98,7 +99,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         settings, config = self.settings, self.spec.config
-        self.spec, self.params = _formed(self.spec, self.params, settings.quantization)
+        if not settings.in_generation_form:
+            self.spec, self.params = formed(self.spec, self.params, settings.quantization)
         dtype = bind(self.spec, self.params).dtype
         cache_dtype = dtype if settings.quantization == "none" else FLOAT8
         plain = dtype == jnp.float32
@@ -243,7 +245,7 @@ class Engine:
         With `keep_cache` the entries of older weights are read further. Without it they are
         computed again, when their sequence goes on.
         """
-        _, self.params = _formed(self.spec, params, self.settings.quantization)
+        _, self.params = formed(self.spec, params, self.settings.quantization)
         self.version += 1
         if keep_cache:
             return
@@ -513,20 +515,25 @@ class Engine:
         self._waiting.add(sequence)
 
 
-def _formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[ModelSpec, Any]:
-    """The model in generation form."""
+def formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[ModelSpec, Any]:
+    """The model in generation form; as it is, where it has that form."""
     spec = spec.of_dtype(bind(spec, params).dtype)
-    if quantization == "none" and (spec.form != "separate" or spec.lora is not None):
-        return spec, params  # a program would copy all weights
+    form = _form(spec, quantization)
+    return spec if form is None else form[0], params if form is None else form[1](params)
+
+
+@functools.cache
+def _form(spec: ModelSpec, quantization: Quantization) -> tuple[ModelSpec, Any] | None:
+    """The generation form of `spec`, and the program that makes its weights; None: it has it."""
     made = []
 
     def form(params: Any) -> Any:
-        formed, out = generation_form(spec, params, quantization, split=False)
-        made.append(formed)
+        after, out = generation_form(spec, params, quantization, split=False)
+        made.append(after)
         return out
 
-    params = jax.jit(form)(params)
-    return made[0], params
+    jax.eval_shape(form, spec.params)
+    return None if made[0] == spec else (made[0], jax.jit(form))
 
 
 def _block(config: Any) -> int:

@@ -26,6 +26,8 @@ class BatchFields:
 
 
 ROLLOUT = BatchFields(batch="RolloutBatch", names=ROLLOUT_FIELDS, inputs=INPUT_FIELDS)
+# With turns, the prompt of a sample is known when its tools and its environment have begun.
+TURNS = BatchFields(batch="RolloutBatch", names=ROLLOUT_FIELDS, inputs=("sample_ids", "group_ids"))
 OFFLINE = BatchFields(batch="OfflineBatch", names=OFFLINE_FIELDS, inputs=OFFLINE_INPUTS)
 
 

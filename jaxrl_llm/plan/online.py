@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.algorithms.algorithm import Algorithm, corrected_for_staleness
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
@@ -17,7 +18,8 @@ from jaxrl_llm.algorithms.importance import weights_of_stale_samples
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.plan.dataflow import ROLLOUT, segments
+from jaxrl_llm.plan.conversing import Conversations
+from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, segments
 from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.online_stages import (
@@ -45,9 +47,12 @@ def plan_online(
     reward: HostReward | None,
     *,
     role_meshes: Mapping[str, Mesh] | None = None,
+    turns: Conversations | None = None,
 ) -> Plan:
     """The plan of online RL. `reward` scores on the host, if anything does.
 
+    `turns` answers prompts where the run has tools or environments; None in a run that is only
+    planned.
     `role_meshes` has the mesh of each role on devices of its own; `mesh` is for all others.
 
     Raises ValueError where the algorithm needs a field that no stage writes, or a dim does not
@@ -65,6 +70,7 @@ def plan_online(
         mesh=mesh,
         role_meshes=role_meshes,
         reward=reward,
+        turns=turns,
         sampling=train_sampling(config, tokenizer),
         pad_id=tokenizer.pad_id,
         own_stages=own_stages(config),
@@ -78,7 +84,7 @@ def plan_online(
         phases=tuple(phases),
         learner=roles["actor"],
         sources=sources,
-        vocabulary=ROLLOUT,
+        vocabulary=TURNS if has_turns(config) else ROLLOUT,
     )
     check_roles(config, plan.roles)
     for role in role_meshes:
@@ -127,6 +133,7 @@ class _Planner:
     mesh: Mesh
     role_meshes: Mapping[str, Mesh]
     reward: HostReward | None
+    turns: Conversations | None
     sampling: SamplingParams
     pad_id: int
     own_stages: tuple[Stage, ...]
@@ -154,6 +161,7 @@ class _Planner:
             sampling=self.sampling,
             pad_id=self.pad_id,
             reward=self.reward,
+            turns=self.turns,
             own_stages=self.own_stages,
         ).planned()
         collected, column = collected_stages(config, stages, self.reward, role_meshes)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import with_steps
@@ -19,7 +20,8 @@ from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
-from jaxrl_llm.plan.dataflow import plan
+from jaxrl_llm.plan.conversing import Conversations, Converse, check_turns
+from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, plan
 from jaxrl_llm.plan.generating import (
     ContinueResponses,
     Generate,
@@ -79,6 +81,7 @@ class OnlineStages:
     sampling: SamplingParams
     pad_id: int
     reward: HostReward | None
+    turns: Conversations | None
     own_stages: tuple[Stage, ...]
 
     def planned(self) -> tuple[Stage, ...]:
@@ -106,9 +109,10 @@ class OnlineStages:
                 )
         # The metrics of a batch need its advantages, also where no loss reads them.
         goals = ("advantages",)
-        planned = plan(self.catalogue(own_logprobs=single), goals)
+        fields = TURNS if has_turns(self.config) else ROLLOUT
+        planned = plan(self.catalogue(own_logprobs=single), goals, fields)
         if single and any("old_logprobs" in stage.writes for stage in planned):
-            planned = plan(self.catalogue(own_logprobs=False), goals)
+            planned = plan(self.catalogue(own_logprobs=False), goals, fields)
         for stage in self.own_stages:
             if stage not in planned:
                 raise ConfigError(
@@ -205,6 +209,17 @@ class OnlineStages:
             settings=fitted(asked, replica, memory),
         )
         prompts = -(-rows // n)
+        if has_turns(config):
+            check_turns(config, sampler)
+            converse = Converse(
+                model=sampler,
+                how=how,
+                turns=self.turns,
+                prompt=config.data.max_prompt_length,
+                response=config.data.max_response_length,
+                pad_id=self.pad_id,
+            )
+            return [converse]
         greedy = replace(asked, sampling=replace(self.sampling, temperature=0.0), group=1)
         greedy = fitted(greedy, replace(replica, live=prompts), memory)
         greedy = replace(greedy, num_slots=greedy.num_slots or prompts)
@@ -405,7 +420,8 @@ def collected_stages(
         goals.append("scores")  # priorities follow every round, whichever part filters groups
     # A host stage needs the prompts of its round.
     goals += [name for stage in planned if stage.role == HOST for name in stage.writes]
-    collected = plan([stage for stage in planned if not stage.updates], goals), column
+    fields = TURNS if has_turns(config) else ROLLOUT
+    collected = plan([stage for stage in planned if not stage.updates], goals, fields), column
     if config.max_staleness:
         _check_learning_devices(config, collected[0], role_meshes)
         _check_shared_devices(config, collected[0], role_meshes)

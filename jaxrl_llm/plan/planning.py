@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, is_offline
+from jaxrl_llm.plan.conversing import Conversations
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.plan import Plan
@@ -19,6 +20,7 @@ def plan_run(
     reward: HostReward | None = None,
     *,
     role_meshes: Mapping[str, Mesh] | None = None,
+    turns: Conversations | None = None,
 ) -> Plan:
     """Phases and roles of `config`. Only online RL has a `reward` and roles on meshes of their own.
 
@@ -26,4 +28,4 @@ def plan_run(
     """
     if is_offline(config):
         return plan_offline(config, tokenizer, mesh)
-    return plan_online(config, tokenizer, mesh, reward, role_meshes=role_meshes)
+    return plan_online(config, tokenizer, mesh, reward, role_meshes=role_meshes, turns=turns)

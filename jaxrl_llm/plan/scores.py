@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import gather_objects
@@ -24,6 +25,7 @@ from jaxrl_llm.rewards.graders import path_and_settings
 from jaxrl_llm.rewards.manager import unique_names
 
 STEP_REWARDS, LEFT_OUT = "step_rewards", "left_out"
+ENVIRONMENT = "environment"  # the part of the score that an environment gives
 GREEDY_SCORE = "critic/greedy_score/mean"
 GREEDY_FIELD = "greedy_scores"
 
@@ -246,9 +248,10 @@ class ArrayReward(HostReward):
 
 def planned_reward(config: Config) -> ArrayReward | None:
     """The reward functions of a run that is only planned: their names, and no worker."""
-    if not config.reward.functions:
+    if not config.reward.functions and not config.rollout.environment:
         return None
     names = unique_names([path_and_settings(function) for function in config.reward.functions])
+    names = [*names, ENVIRONMENT] if has_turns(config) else names
     masks = config.reward.on_failure == "mask" or config.rollout.mask_truncated
     return ArrayReward(lambda responses, lengths: lengths, names=tuple(names), masks=masks)
 

@@ -408,6 +408,8 @@ class Program:
         """Call a host stage with the rows that this process owns; its metrics."""
         rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
+        if stage.shares:
+            fields["states"] = {name: now.states[name] for name in stage.shares}
         output = stage(context, now.step, **fields)
         stage.check(output, len(rows.owned))
         if self.is_spread and rows.shared:

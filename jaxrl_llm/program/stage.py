@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.agents.trajectory import Trajectory
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.distributed.multihost import HostRows
 from jaxrl_llm.rewards.manager import RewardResult
@@ -66,7 +67,7 @@ class Stage:
 
     A device stage is traced: `__call__(state of its role, step, *, ...)`. A host stage runs Python:
     `__call__(context, step, *, ...)` with numpy arrays. With several processes it gets the rows
-    that its process owns, and writes those.
+    that its process owns, and writes those. One that `shares` roles gets their `states` too.
     """
 
     name: str  # its own among the stages of a plan; `timing_s/<name>`
@@ -93,6 +94,7 @@ class Stage:
         """The fields of the batch that the stage gets, as keywords."""
         parameters = inspect.signature(type(self).__call__).parameters.values()
         own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        own = [name for name in own if name != "states"]
         named = [name for fn in self.functions for name in field_names(fn)]
         return tuple(dict.fromkeys((*own, *named)))
 
@@ -150,6 +152,7 @@ class StepContext:
     last_policy_versions: np.ndarray | None = None
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # one an owned row
+    trajectories: list[Trajectory] = field(default_factory=list)  # likewise, of several turns
     reward: RewardResult | None = None  # scores of `completions`
 
     def prompts_of(self, rows: np.ndarray) -> list[Prompt]:

@@ -23,6 +23,7 @@ from jaxrl_llm.evaluation.evaluate import (
     open_validator,
 )
 from jaxrl_llm.learner.offline_losses import means, weighted_means
+from jaxrl_llm.plan.conversing import open_conversations
 from jaxrl_llm.plan.dataflow import OFFLINE
 from jaxrl_llm.plan.models import warn_of_positions
 from jaxrl_llm.plan.plan import Plan
@@ -32,8 +33,9 @@ from jaxrl_llm.program.stored import Start, start_of
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import AnyLoader, OfflineRecords, load_offline_records
 from jaxrl_llm.trainer.output import RunOutput
-from jaxrl_llm.trainer.rewarding import open_reward
+from jaxrl_llm.trainer.rewarding import RewardFunctions, open_reward
 from jaxrl_llm.trainer.states import run_identity
+from jaxrl_llm.trainer.turn_rewards import TurnRewards, with_environment
 from jaxrl_llm.types import Prompt
 
 NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
@@ -107,9 +109,18 @@ def open_plan_and_data(
     Of a run that `begins` with its own steps, the first program is compiled, or all are read.
     """
     records, validator, prompts = None, None, []
-    reward = None if is_offline(config) else open_reward(config, tokenizer, stack)
+    reward: RewardFunctions | TurnRewards | None = None
+    turns = None
+    if not is_offline(config):
+        turns = open_conversations(config, tokenizer)
+        reward = open_reward(config, tokenizer, stack)
+    if turns is not None:
+        stack.callback(turns.driver.close)
+        reward = with_environment(config, reward)
     role_meshes = {role: mesh for role, mesh in meshes.items() if role != "actor"}
-    plan = plan_run(config, tokenizer, meshes["actor"], reward, role_meshes=role_meshes)
+    plan = plan_run(
+        config, tokenizer, meshes["actor"], reward, role_meshes=role_meshes, turns=turns
+    )
     warn_of_positions(plan.sources[plan.learner.name], config.data.max_row_length)
     for name, role in plan.roles.items() if new else ():
         check_stored(role, plan.sources.get(name), config)
@@ -131,7 +142,7 @@ def open_plan_and_data(
         answers = True
     plan.trace(_start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
-        validator = open_validator(config, plan.learner, tokenizer, run_dir, stack)
+        validator = open_validator(config, plan.learner, tokenizer, run_dir, stack, turns)
     whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
     data = RunData(
         config=config,

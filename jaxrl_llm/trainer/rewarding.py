@@ -68,10 +68,20 @@ class RewardFunctions(HostReward):
 
         Raises: ValueError when all rewards of all processes failed in `most_failed` calls in a row.
         """
-        context.completions = self._completions(answers)
         prompts = context.prompts_of(context.rows.owned)
+        return self.score_of(context, step, prompts, self._completions(answers))
+
+    def score_of(
+        self,
+        context: StepContext,
+        step: int,
+        prompts: Sequence[Prompt],
+        completions: list[Completion],
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """`score` of answers that are text already."""
+        context.completions = completions
         with host_work():
-            reward = context.reward = self.manager.score(prompts, context.completions, step)
+            reward = context.reward = self.manager.score(prompts, completions, step)
         if any(reward.steps) and not self.process_rewards:
             raise ValueError(
                 "a reward function gives rewards of steps (step_scores), and nothing would read "

@@ -75,7 +75,7 @@ def rewards(c: Config) -> Faults:
     parts = len(c.reward.functions)
     if not is_offline(c):
         models["reward.model"] = c.reward.model
-        if not parts and c.reward.model is None:
+        if not parts and c.reward.model is None and not c.rollout.environment:
             works = "--config.reward.functions=[my_file.py:my_function]"
             yield f"<reward>: it has neither functions nor a model; set {works}"
         weights = {"reward.weights": c.reward.weights}

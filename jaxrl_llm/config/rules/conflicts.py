@@ -96,7 +96,10 @@ OTHER_DTYPE = Setting("rollout.dtype", lambda c: c.rollout.dtype not in ("", c.a
 ROLES_APART = Setting("placement", lambda c: c.placement not in ({}, AUTO))
 AUTOMATIC = Setting("placement", lambda c: c.placement == AUTO)
 NO_PIPELINE = Setting("mesh.pipeline", lambda c: c.mesh.pipeline == 1)
-NO_FUNCTIONS = Setting("reward.functions", lambda c: not (c.reward.functions or is_offline(c)))
+NO_FUNCTIONS = Setting(
+    "reward.functions",
+    lambda c: not (c.reward.functions or c.rollout.environment or is_offline(c)),
+)
 NO_ROUTER_LOSS = Setting("actor.router_aux_loss_coef", lambda c: not c.actor.router_aux_loss_coef)
 EXACT = Setting("exact", lambda c: c.exact != "off")
 ADAPTED = Setting("actor.lora", lambda c: c.actor.lora.enabled)

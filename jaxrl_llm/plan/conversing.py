@@ -1,0 +1,357 @@
+"""The stage that generates answers of several turns: the host drives engines and tools.
+
+Each process drives engines on its own devices, for the samples that it owns. So tools and
+environments run where their samples are, and no process waits for another one's tool.
+
+Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.agents.driver import Driver, Sample
+from jaxrl_llm.agents.setup import has_turns, open_driver
+from jaxrl_llm.agents.statistics import metrics
+from jaxrl_llm.agents.trajectory import Trajectory
+from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.distributed.reshard import to_layout
+from jaxrl_llm.distributed.sharding import replicated, shardings
+from jaxrl_llm.generation.engine import generation_form
+from jaxrl_llm.generation.engine_group import EngineGroup, engines_on
+from jaxrl_llm.generation.sequence import Sequence as Sampled
+from jaxrl_llm.generation.session import EngineSettings
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.slots import no_kept, no_routes
+from jaxrl_llm.learner.rows import KEPT, ROUTES
+from jaxrl_llm.learner.train_state import params_of
+from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.plan.generating import SAMPLED, Generation
+from jaxrl_llm.plan.roles import Role, sampling_model
+from jaxrl_llm.program.stage import HOST, Stage, StageOutput, StepContext
+from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.types import Completion, Prompt
+
+PROMPTS = ("prompts", "prompt_lengths")
+TURN_IDS, STATE_KEYS = "turn_ids", "state_keys"
+
+
+@dataclass(eq=False)
+class Conversations:
+    """The tools and environments of a run, and the programs that form its weights."""
+
+    config: Config
+    tokenizer: Tokenizer
+    driver: Driver
+    _forms: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def max_context(self) -> int:
+        """Most ids of a sequence."""
+        return self.config.data.max_row_length
+
+    def run(
+        self,
+        role: Role,
+        state: Any,
+        samples: Sequence[Sample],
+        settings: GenerationSettings,
+        dtype: str,
+    ) -> tuple[list[Trajectory], dict[int, Sampled], dict[str, float]]:
+        """The trajectories of `samples`, in their order; their sequences by sample id; counts.
+
+        `settings` are for one device. The engines' memory is free again afterwards.
+        """
+        engines = self._engines(role, state, samples, settings, dtype)
+        recorded = _Recorded(engines)
+        try:
+            trajectories = self.driver.run(recorded, samples)
+            return trajectories, recorded.by_sample, {"rollout/decode_steps": float(engines.num_steps)}
+        finally:
+            engines.close()
+
+    def _engines(
+        self,
+        role: Role,
+        state: Any,
+        samples: Sequence[Sample],
+        settings: GenerationSettings,
+        dtype: str,
+    ) -> EngineGroup:
+        spec, params = self._formed(role, state, settings, dtype)
+        devices = [d for d in role.mesh.devices.flat if d.process_index == jax.process_index()]
+        data, group = self.config.data, settings.group
+        rows = max(1, -(-len(samples) // len(devices)))
+        slots = min(settings.num_slots or rows, rows)
+        plain = any(sample.prompt.messages is None for sample in samples)
+        return engines_on(
+            spec,
+            params,
+            EngineSettings(
+                max_context=self.max_context,
+                num_slots=slots,
+                cache_tokens=settings.cache_tokens or slots * data.max_response_length,
+                stop_ids=self.driver.stop_ids(plain=plain),
+                sampling=settings.sampling,
+                num_beginnings=max(1, -(-slots // group) + 1),
+                beginning_tokens=data.max_prompt_length,
+                group=group,
+                quantization=settings.quantization,
+                in_generation_form=True,
+                attention=settings.attention,
+                record_routes=settings.record_routes,
+                record_kept=settings.record_kept,
+            ),
+            devices,
+        )
+
+    def _formed(
+        self, role: Role, state: Any, settings: GenerationSettings, dtype: str
+    ) -> tuple[ModelSpec, Any]:
+        """The model in generation form, whole on each device."""
+        key = role.name, role.spec, settings.quantization, dtype
+        if key not in self._forms:
+            made = []
+
+            def form(params: Any) -> Any:
+                spec, params = sampling_model(role.spec, params, dtype)
+                before, after = (
+                    shardings(spec.axes, spec.params, each.mesh, each.rules)
+                    for each in (role.layout, role.generation)
+                )
+                params = to_layout(params, before, after)
+                quantization = settings.quantization
+                spec, params = generation_form(
+                    spec.of_dtype(dtype), params, quantization, split=False
+                )
+                made.append(spec)
+                return params
+
+            program = jax.jit(form, out_shardings=replicated(role.mesh))
+            jax.eval_shape(form, params_of(state))
+            self._forms[key] = made[0], program
+        spec, program = self._forms[key]
+        return spec, program(params_of(state))
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """Engines that remember the sequence of each sample."""
+
+    engines: EngineGroup
+    by_sample: dict[int, Sampled] = field(default_factory=dict)
+
+    def add(self, prompt: Sequence[int], **options: Any) -> Sampled:
+        sequence = self.engines.add(prompt, **options)
+        self.by_sample[options["sample_id"]] = sequence
+        return sequence
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engines, name)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Converse(Stage):
+    """Samples answers of several turns, `n` a prompt, with tools and environments.
+
+    Observed tokens stand in the response with mask 0. A sample that failed has an empty response;
+    the reward stage leaves it out.
+    """
+
+    model: Role
+    how: Generation
+    turns: Conversations | None  # None in a run that is only planned
+    prompt: int  # P
+    response: int  # R
+    pad_id: int
+
+    generates = True
+    name = "gen"
+    role = HOST
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return (self.model.name, *((self.model.base,) if self.model.base else ()))
+
+    @property
+    def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (*PROMPTS, *SAMPLED, TURN_IDS, *self.how.recorded)
+
+    def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        blank = jax.eval_shape(lambda: self._blank(rows))
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in blank.items()}
+
+    def _blank(self, rows: int) -> dict[str, Any]:
+        """Empty samples."""
+        P, R = self.prompt, self.response
+        config = self.model.spec.config
+        blank: dict[str, Any] = {
+            "prompts": jnp.full((rows, P), self.pad_id, jnp.int32),
+            "prompt_lengths": jnp.zeros((rows,), jnp.int32),
+            "responses": jnp.full((rows, R), self.pad_id, jnp.int32),
+            "response_lengths": jnp.zeros((rows,), jnp.int32),
+            "mask": jnp.zeros((rows, R), jnp.float32),
+            "rollout_logprobs": jnp.zeros((rows, R), jnp.float32),
+            TURN_IDS: jnp.full((rows, R), -1, jnp.int32),
+        }
+        if self.how.settings.record_routes:
+            blank[ROUTES] = no_routes(config, rows, P + R)
+        if self.how.settings.record_kept:
+            most = self.how.settings.sampling.num_kept(config.vocab_size)
+            blank[KEPT] = no_kept(rows, R, most)
+        return blank
+
+    def __call__(
+        self,
+        context: StepContext,
+        step: int,
+        *,
+        sample_ids: np.ndarray,
+        group_ids: np.ndarray,
+        states: dict[str, Any],
+    ) -> StageOutput:
+        assert self.turns is not None
+        seed_key = np.asarray(jax.random.key_data(self.how.keys(jnp.int32(step))))
+        samples = [
+            Sample(
+                prompt=prompt,
+                step=step,
+                sample=int(sample),
+                group=int(group),
+                options={"seed_key": seed_key, "sample_id": int(sample)},
+            )
+            for prompt, sample, group in zip(
+                context.prompts_of(context.rows.owned),
+                sample_ids.tolist(),
+                group_ids.tolist(),
+                strict=True,
+            )
+        ]
+        state = self.model.state_of(states)
+        trajectories, sequences, counts = self.turns.run(
+            self.model, state, samples, self.how.settings, self.how.dtype
+        )
+        context.trajectories = trajectories
+        writes = {name: np.array(x) for name, x in self._blank(len(samples)).items()}
+        prompts = _prompts_of_groups(samples, trajectories)
+        for row, trajectory in enumerate(trajectories):
+            sequence = sequences.get(trajectory.sample)
+            self._write(writes, row, prompts[row], trajectory, sequence)
+        return StageOutput(writes, metrics(trajectories) | counts)
+
+    def _write(
+        self,
+        writes: dict[str, np.ndarray],
+        row: int,
+        prompt: tuple[int, ...],
+        trajectory: Trajectory,
+        sequence: Sampled | None,
+    ) -> None:
+        """Write one sample into the fields."""
+        writes["prompts"][row, : len(prompt)] = prompt
+        writes["prompt_lengths"][row] = len(prompt)
+        if trajectory.failed:
+            return
+        length = len(trajectory.response_ids)
+        writes["responses"][row, :length] = trajectory.response_ids
+        writes["response_lengths"][row] = length
+        writes["mask"][row, :length] = trajectory.mask
+        writes["rollout_logprobs"][row, :length] = trajectory.logprobs[:length]
+        for number, turn in enumerate(trajectory.turns):
+            writes[TURN_IDS][row, turn.start : turn.end] = number
+        if sequence is None:
+            return
+        if ROUTES in writes:
+            routes = np.concatenate([*sequence.all_routes])[: len(prompt) + length - 1]
+            writes[ROUTES][row, : len(prompt)] = routes[: len(prompt)]
+            after = routes[len(prompt) :]
+            writes[ROUTES][row, self.prompt : self.prompt + len(after)] = after
+        if KEPT in writes:
+            for place, ids in sequence.kept.items():
+                if (column := place - sequence.num_prompt) < length:
+                    writes[KEPT][row, column] = ids
+
+
+def _prompts_of_groups(
+    samples: Sequence[Sample], trajectories: Sequence[Trajectory]
+) -> list[tuple[int, ...]]:
+    """The prompt of each sample. A sample that failed takes the prompt of its group.
+
+    Raises: ValueError where samples of one prompt begin differently, as rows share a prompt.
+    """
+    known: dict[int, tuple[int, ...]] = {}
+    for trajectory in trajectories:
+        if trajectory.failed:
+            continue
+        first = known.setdefault(trajectory.group, trajectory.prompt_ids)
+        if first != trajectory.prompt_ids:
+            raise ValueError(
+                "config.rollout.environment: two samples of one prompt begin with different texts; "
+                "derive what `reset` returns from the row or from `group_seed`"
+            )
+    return [
+        known.get(trajectory.group, sample.prompt.token_ids)
+        for sample, trajectory in zip(samples, trajectories, strict=True)
+    ]
+
+
+def check_turns(config: Config, sampler: Role) -> None:
+    """Raises: ConfigError for what answers of several turns do not go with."""
+    refused = {
+        "config.max_staleness": config.max_staleness > 0,
+        "config.placement.rollout": sampler.name != "actor",
+        "config.mesh.generation.tensor": sampler.generation.size("mlp") > 1,
+        "config.rollout.stop": bool(config.rollout.stop),
+        "config.actor.exact=strict": sampler.forward.strict is not None,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            raise ConfigError(
+                f"{key}: config.rollout.tools and config.rollout.environment do not work with it "
+                "yet; leave it at its default"
+            )
+
+
+def open_conversations(config: Config, tokenizer: Tokenizer) -> Conversations | None:
+    """The tools and environments of a run; None where it has none. `close` its driver at the end.
+
+    Raises: ValueError, with the remedy, for tools and environments that cannot be loaded.
+    """
+    if not has_turns(config):
+        return None
+    driver = open_driver(config, tokenizer, max_context=config.data.max_row_length)
+    return Conversations(config, tokenizer, driver)
+
+
+def validation_samples(
+    prompts: Sequence[Prompt], numbers: Sequence[int], *, n: int, seed_key: np.ndarray
+) -> list[Sample]:
+    """Requests for held-out prompts; `numbers` count all samples."""
+    options: dict[str, Any] = {"seed_key": seed_key}
+    return [
+        Sample(
+            prompt=prompt,
+            step=-1,
+            sample=number,
+            group=number // n,
+            options=options | {"sample_id": number},
+        )
+        for prompt, number in zip(prompts, numbers, strict=True)
+    ]
+
+
+def completions_of_turns(trajectories: Sequence[Trajectory]) -> list[Completion]:
+    """The answers as reward functions and the trace have them: the text is the last turn."""
+    return [
+        Completion(
+            tokens=trajectory.response_ids,
+            text=trajectory.text,
+            logprobs=trajectory.logprobs,
+            finished=not trajectory.truncated,
+        )
+        for trajectory in trajectories
+    ]

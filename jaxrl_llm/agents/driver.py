@@ -79,7 +79,7 @@ class Sample:
     """A request for one trajectory."""
 
     prompt: "Prompt"
-    step: int
+    step: int  # below 0: its observations are not kept for a resume
     sample: int  # its number in the step
     group: int = 0  # number of its prompt in the step
     # Further arguments of `engine.add`: the keys of its draws, and how it is sampled.
@@ -156,6 +156,11 @@ class Driver:
         self._tools.close()
         if self._observations is not None:
             self._observations.close()
+
+    def drop_before(self, step: int) -> None:
+        """Forget the observations of earlier steps, which no resume begins again."""
+        if self._observations is not None:
+            self._observations.drop_before(step)
 
     def run(self, engine: Engine, samples: Sequence[Sample]) -> list[Trajectory]:
         """The trajectories of all samples, in their order."""
@@ -346,9 +351,9 @@ class Driver:
             self._tools.submit(job)
 
     def _recorded(self, live: _Live, action: Action) -> tuple[Value] | None:
-        if self._observations is None:
-            return None
         sample = live.sample
+        if self._observations is None or sample.step < 0:
+            return None
         return self._observations.get(sample.step, sample.sample, live.num_answers, action)
 
     def _take(self, live: _Live, action: Action, value: Value) -> Value:
@@ -357,8 +362,7 @@ class Driver:
         if known is not None:
             live.differs |= known[0] != value
             value = known[0]
-        elif self._observations is not None:
-            sample = live.sample
+        elif self._observations is not None and (sample := live.sample).step >= 0:
             self._observations.put(sample.step, sample.sample, live.num_answers, action, value)
         live.num_answers += 1
         return value

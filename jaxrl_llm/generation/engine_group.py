@@ -28,6 +28,7 @@ class EngineGroup:
     """
 
     engines: list[Engine]
+    by_sample: dict[int, Sequence] = field(default_factory=dict, init=False)  # by `sample_id`
     _next: int = field(default=0, init=False)
     _place_of: dict[Sequence, Placed] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor | None = field(default=None, init=False)
@@ -56,6 +57,7 @@ class EngineGroup:
         """See `Engine.add`."""
         sequence = beginning.engine.add(prompt, beginning=beginning.beginning, **options)
         self._place_of[sequence] = beginning
+        self.by_sample[sequence.sample_id] = sequence
         return sequence
 
     def append(self, sequence: Sequence, tokens: Seq[int], *, limit: int) -> None:
@@ -84,7 +86,7 @@ class EngineGroup:
 
 
 def engines_on(
-    spec: ModelSpec, params: Any, settings: EngineSettings, devices: Seq[jax.Device]
+    spec: ModelSpec, params: Any, settings: EngineSettings, devices: Seq[Any]
 ) -> EngineGroup:
     """An engine on each of these devices of this process.
 
@@ -93,7 +95,7 @@ def engines_on(
     engines = []
     for device in devices:
 
-        def here(x: jax.Array, device: jax.Device = device) -> jax.Array:
+        def here(x: jax.Array, device: Any = device) -> jax.Array:
             return next(shard.data for shard in x.addressable_shards if shard.device == device)
 
         with jax.default_device(device):

@@ -8,6 +8,7 @@ Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,11 +49,17 @@ class Conversations:
     tokenizer: Tokenizer
     driver: Driver
     _forms: dict[Any, Any] = field(default_factory=dict)
+    _saved: int = 0  # step of the last checkpoint that was begun
 
     @property
     def max_context(self) -> int:
         """Most ids of a sequence."""
         return self.config.data.max_row_length
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is being written; until it is there, a resume takes the one before."""
+        self.driver.drop_before(self._saved + 1)
+        self._saved = step
 
     def run(
         self,
@@ -67,10 +74,13 @@ class Conversations:
         `settings` are for one device. The engines' memory is free again afterwards.
         """
         engines = self._engines(role, state, samples, settings, dtype)
-        recorded = _Recorded(engines)
         try:
-            trajectories = self.driver.run(recorded, samples)
-            return trajectories, recorded.by_sample, {"rollout/decode_steps": float(engines.num_steps)}
+            trajectories = self.driver.run(engines, samples)
+            return (
+                trajectories,
+                engines.by_sample,
+                {"rollout/decode_steps": float(engines.num_steps)},
+            )
         finally:
             engines.close()
 
@@ -136,22 +146,6 @@ class Conversations:
             self._forms[key] = made[0], program
         spec, program = self._forms[key]
         return spec, program(params_of(state))
-
-
-@dataclass(eq=False)
-class _Recorded:
-    """Engines that remember the sequence of each sample."""
-
-    engines: EngineGroup
-    by_sample: dict[int, Sampled] = field(default_factory=dict)
-
-    def add(self, prompt: Sequence[int], **options: Any) -> Sampled:
-        sequence = self.engines.add(prompt, **options)
-        self.by_sample[options["sample_id"]] = sequence
-        return sequence
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engines, name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -316,14 +310,20 @@ def check_turns(config: Config, sampler: Role) -> None:
             )
 
 
-def open_conversations(config: Config, tokenizer: Tokenizer) -> Conversations | None:
+def open_conversations(
+    config: Config, tokenizer: Tokenizer, folder: Path | None = None
+) -> Conversations | None:
     """The tools and environments of a run; None where it has none. `close` its driver at the end.
+
+    `folder` keeps observations, for a step that begins again.
 
     Raises: ValueError, with the remedy, for tools and environments that cannot be loaded.
     """
     if not has_turns(config):
         return None
-    driver = open_driver(config, tokenizer, max_context=config.data.max_row_length)
+    if folder is not None:
+        folder = folder / f"process{jax.process_index()}"
+    driver = open_driver(config, tokenizer, max_context=config.data.max_row_length, folder=folder)
     return Conversations(config, tokenizer, driver)
 
 

@@ -23,7 +23,7 @@ from jaxrl_llm.evaluation.evaluate import (
     open_validator,
 )
 from jaxrl_llm.learner.offline_losses import means, weighted_means
-from jaxrl_llm.plan.conversing import open_conversations
+from jaxrl_llm.plan.conversing import Conversations, open_conversations
 from jaxrl_llm.plan.dataflow import OFFLINE
 from jaxrl_llm.plan.models import warn_of_positions
 from jaxrl_llm.plan.plan import Plan
@@ -41,6 +41,9 @@ from jaxrl_llm.types import Prompt
 NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
 
 
+OBSERVATIONS = "observations"  # folder of a run: what tools and environments answered
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """The data of a run: where training goes on, and what is held out."""
@@ -51,6 +54,7 @@ class RunData:
     validator: Validator | None  # answers held-out prompts; None where there are none to answer
     records: OfflineRecords | None  # None in online RL
     digests: dict[str, str]  # rows that a resume compares, and that may change
+    turns: Conversations | None = None  # tools and environments; None without any
 
     @property
     def num_held_out(self) -> int:
@@ -112,7 +116,7 @@ def open_plan_and_data(
     reward: RewardFunctions | TurnRewards | None = None
     turns = None
     if not is_offline(config):
-        turns = open_conversations(config, tokenizer)
+        turns = open_conversations(config, tokenizer, run_dir / OBSERVATIONS)
         reward = open_reward(config, tokenizer, stack)
     if turns is not None:
         stack.callback(turns.driver.close)
@@ -151,6 +155,7 @@ def open_plan_and_data(
         records=records,
         num_rows=num_rows,
         digests=_compare_rows(prompts, records, validator) if whole else {},
+        turns=turns,
     )
     return plan, data
 

@@ -316,6 +316,8 @@ class Run:
                 self.checkpoints.wait()  # after the last save nobody waits for room
 
         until_there_is_room(save, self.output.message)
+        if self.data.turns is not None:
+            self.data.turns.saved(step)
         self._kept = step
 
     def loses_nothing(self) -> bool:

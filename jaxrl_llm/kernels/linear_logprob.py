@@ -9,7 +9,7 @@ Shape letters: N tokens (possibly several axes), D model width, V vocabulary, K 
 a chunk.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,51 +33,6 @@ from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.kernels.vocabulary_sums import sums_of_columns
 
 Saved = tuple[Array, Array, Array, Array | None, Array, Array | None]
-
-
-@overload
-def linear_logprob(
-    hidden_ND: Float[Array, "*N D"],
-    weight_VD: Float[Array, "V D"],
-    targets_N: Int[Array, " *N"],
-    *,
-    lengths: Int[Array, "*M"] | None = None,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    with_entropy: Literal[False] = False,
-    softcap: float | None = None,
-    strict: Strict | None = None,
-) -> tuple[Float[Array, " *N"], None]: ...
-
-
-@overload
-def linear_logprob(
-    hidden_ND: Float[Array, "*N D"],
-    weight_VD: Float[Array, "V D"],
-    targets_N: Int[Array, " *N"],
-    *,
-    lengths: Int[Array, "*M"] | None = None,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    with_entropy: Literal[True],
-    softcap: float | None = None,
-    strict: Strict | None = None,
-) -> tuple[Float[Array, " *N"], Float[Array, " *N"]]: ...
-
-
-@overload
-def linear_logprob(
-    hidden_ND: Float[Array, "*N D"],
-    weight_VD: Float[Array, "V D"],
-    targets_N: Int[Array, " *N"],
-    *,
-    lengths: Int[Array, "*M"] | None = None,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-    with_entropy: bool,
-    softcap: float | None = None,
-    strict: Strict | None = None,
-) -> tuple[Float[Array, " *N"], Float[Array, " *N"] | None]: ...
 
 
 def linear_logprob(

@@ -52,11 +52,9 @@ def gae(
 
     With gamma = lam = 1, the default, an advantage is the Monte-Carlo return minus the value; with
     lam < 1 the error of the critic biases it. Do not use it without a critic.
-    Schulman et al. 2016, arXiv:1506.02438; masking as in verl. Raises ValueError unless gamma and
-    lam are between 0 and 1.
+    Schulman et al. 2016, arXiv:1506.02438; masking as in verl. Requires: gamma and lam
+    between 0 and 1.
     """
-    if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
-        raise ValueError(f"gamma is {gamma} and lam {lam}; both must be between 0 and 1")
     keep = mask != 0
     rewards, values = jnp.where(keep, rewards, 0.0), jnp.where(keep, values, 0.0)
     # V_t where the mask is 1; elsewhere the value of the next token of the mask.
@@ -96,11 +94,9 @@ def reinforce_plus_plus(
 
     It needs no critic and no groups. The mean of the batch is the only baseline, so prompts of
     unequal difficulty add variance. With several samples a prompt, prefer an estimator of groups.
-    The paper puts the KL into the reward. Hu 2025, arXiv:2501.03262. Raises ValueError unless gamma
-    is between 0 and 1.
+    The paper puts the KL into the reward. Hu 2025, arXiv:2501.03262. Requires: gamma between 0
+    and 1.
     """
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
     returns = returns_to_go(rewards, mask, gamma=gamma)
     return jax.lax.stop_gradient((masked_whiten(returns, mask), returns))
 

@@ -180,10 +180,8 @@ def gpg(
     whose reward is not 0 (at least 1), as in verl
 
     It assumes that a reward of 0 means failure: do not use it with negative or shifted rewards.
-    Chu et al. 2025, arXiv:2504.02546. Raises ValueError unless f_norm is positive.
+    Chu et al. 2025, arXiv:2504.02546. Requires: a positive f_norm.
     """
-    if f_norm <= 0:
-        raise ValueError(f"f_norm is {f_norm}; it must be over 0, and 1.0 is usual")
     totals = masked_sum(rewards, mask, axis=1)
     alpha = num_samples(group_ids) / jnp.maximum(jnp.sum(totals != 0, dtype=jnp.float32), 1.0)
     deviation = _standardized(totals, group_ids, jnp.ones_like(totals, bool), by_std=False)

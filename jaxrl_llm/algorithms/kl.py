@@ -220,19 +220,12 @@ class AdaptiveKL:
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)
 
     `horizon` is in samples, `target` in nats a token. Ziegler et al. 2019, arXiv:1909.08593.
-    Raises ValueError unless target and horizon are positive.
+    Requires: a positive target and horizon.
     """
 
     coef: float
     horizon: float = 10000.0
     target: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.target <= 0 or self.horizon <= 0:
-            raise ValueError(
-                f"adaptive KL with target {self.target} and horizon {self.horizon}: both must be "
-                "over 0; verl's are 0.1 and 10000"
-            )
 
     def init(self) -> Float[Array, ""]:
         """The coefficient of the first iteration."""

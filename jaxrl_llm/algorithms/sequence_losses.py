@@ -31,10 +31,8 @@ def gspo(
     At token t the ratio has the value s and the gradient of s logprobs_t, so advantages may differ
     between tokens. The value s stays near 1, so the bounds are small. The defaults are the paper's.
     The paper averages over the tokens of a response first: use seq-mean-token-mean. Zheng et al.
-    2025, arXiv:2507.18071. Raises ValueError for a negative bound.
+    2025, arXiv:2507.18071.
     """
-    if clip_low < 0.0 or clip_high < 0.0:
-        raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
     keep = mask != 0
     log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
     mean = jax.lax.stop_gradient(masked_mean(log_ratio, mask, axis=1))[:, None]
@@ -66,10 +64,8 @@ def geo_mean(
     is robust. Use seq-mean-token-mean, which averages over responses as the paper and verl do.
     Importance weights of tokens count with their mean; verl takes their geometric mean.
     Requires: one advantage a response. Metrics: clipped with A > 0; `_lower`: clipped with A < 0.
-    Zhao et al. 2025, arXiv:2507.20673. Raises ValueError for a negative bound.
+    Zhao et al. 2025, arXiv:2507.20673.
     """
-    if clip_low < 0.0 or clip_high < 0.0:
-        raise ValueError(f"clip_low {clip_low} and clip_high {clip_high} must not be negative")
     keep = mask != 0
     log_ratio = jnp.where(keep, logprobs - old_logprobs, 0.0)
     advantages = jnp.where(keep, advantages, 0.0)

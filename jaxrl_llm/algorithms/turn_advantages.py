@@ -50,8 +50,6 @@ def turn_gae(
     turn, and values inside of turns are not read. ArCHer: Zhou et al. 2024, arXiv:2402.19446;
     VAGEN: Wang et al. 2025, arXiv:2510.16907.
     """
-    if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0):
-        raise ValueError(f"gamma is {gamma} and lam {lam}; both must be between 0 and 1")
     turns = _turns(turn_ids, mask)
     rewards_BT, values_BT = turns.sums(rewards), turns.at_first(values)
     later_BT = jnp.pad(values_BT[:, 1:], ((0, 0), (0, 1)))
@@ -188,8 +186,6 @@ class _Turns(NamedTuple):
 
     def returns_to_go(self, rewards_BR: Array, gamma: float) -> Array:
         """G_t = r_t + gamma G_{t+1}, 0 where there is no turn."""
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma is {gamma}; it must be between 0 and 1")
         rewards_BT = self.sums(rewards_BR)
         return _scan_back(jnp.full_like(rewards_BT, gamma), rewards_BT)
 

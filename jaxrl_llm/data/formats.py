@@ -59,7 +59,6 @@ TRAINED_COLUMNS = (
     *("tools", "chat_template_kwargs", "data_source", "margin"),
     *MEDIA,
 )
-TRUNCATIONS = ("error", "left", "right", "middle")
 STEP_SEPARATOR = "\n"  # text between the steps of a stepwise row, as in TRL
 # Keys of a message that leave its turn out of the loss where they are 0 or false.
 LEARNED_KEYS = ("weight", "train", "loss_mask")

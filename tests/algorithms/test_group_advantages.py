@@ -89,8 +89,6 @@ def test_gpg_by_hand(checked):
     found, _ = compiled(checked(group_advantages.gpg), REWARDS, MASK, GROUPS, f_norm=2.0)
     expected = 1.25 * np.array([0.5, -0.5, 0, -0.3, 0.3]) / 2
     np.testing.assert_allclose(found, on_tokens(expected), atol=1e-6)
-    with pytest.raises(ValueError, match="f_norm is 0"):
-        group_advantages.gpg(*map(jnp.array, (REWARDS, MASK, GROUPS)), f_norm=0.0)
 
 
 def test_gdpo_by_hand(checked):
@@ -115,8 +113,6 @@ def test_reinforce_plus_plus_by_hand(checked):
     expected = np.array([[1.0, 2.0, 2.0], [0.5, 0.0, 1.0]])
     np.testing.assert_allclose(returns, expected, atol=1e-6)
     np.testing.assert_allclose(found, whiten(expected, mask), atol=1e-5)
-    with pytest.raises(ValueError, match="gamma is 2"):
-        advantages.reinforce_plus_plus(rewards, jnp.array(mask), gamma=2.0)
 
 
 def test_remax_by_hand(checked):

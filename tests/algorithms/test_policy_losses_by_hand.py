@@ -244,8 +244,6 @@ def test_sapo_by_hand(checked):
     loss, _ = compiled(checked(sapo), *one_row([1.0, 2.0], [1.0, -1.0]), tau_neg=2.0)
     gate = 1 / (1 + np.exp(-2.0))
     np.testing.assert_allclose(loss, [[-2.0, 2.0 * gate]], rtol=1e-5)  # 4 / tau sigmoid
-    with pytest.raises(ValueError, match="tau_pos 0"):
-        sapo(*map(jnp.array, one_row([1.0], [1.0])), tau_pos=0.0)
 
 
 def test_policy_gradient_and_dro_by_hand(checked):
@@ -255,8 +253,6 @@ def test_policy_gradient_and_dro_by_hand(checked):
     assert metrics == {}
     loss, _ = compiled(checked(dro), logprobs, old, advantages, mask, beta=0.5)
     np.testing.assert_allclose(loss, [[0.25, -1.0]], atol=1e-6)
-    with pytest.raises(ValueError, match="beta is 0"):
-        dro(logprobs, old, advantages, mask, beta=0.0)
 
 
 def test_dppo_by_hand(checked):
@@ -273,8 +269,6 @@ def test_dppo_by_hand(checked):
     loss, metrics = compiled(dppo_tv, *arrays, clip_c=1.1)
     np.testing.assert_allclose(loss[0, 2], 1.1 * np.log(0.7), rtol=1e-5)
     np.testing.assert_array_equal(metrics["actor/pg_clipfrac_lower"], [[1, 0, 1, 0, 0]])
-    with pytest.raises(ValueError, match="clip_c 1.0 must be over 1"):
-        dppo_tv(*arrays, clip_c=1.0)
 
 
 def test_gspo_by_hand(checked):
@@ -339,7 +333,3 @@ def test_clip_cov_draws_its_share_of_the_eligible(checked):
         found = draw(logprobs - less, old - less, *arrays[2:])[1]["actor/pg_clipfrac"]
         seen.add(int(np.argmax(found)))
     assert len(seen) > 1
-    with pytest.raises(ValueError, match="clip_cov_ratio 0"):
-        clip_cov(*arrays, clip_cov_ratio=0.0)
-    with pytest.raises(ValueError, match="kl_cov_ratio is 0"):
-        kl_cov(*arrays, kl_cov_ratio=0.0)

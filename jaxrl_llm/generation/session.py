@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.generation.calls import (
     CallSettings,
     Given,
@@ -127,6 +128,11 @@ class Engine:
             dtype=cache_dtype,
             state_dtype=dtype,
         )
+        # On the device of the weights from the first call on, or each program is compiled twice.
+        place = jax.tree.leaves(self.params)[0].sharding
+        if isinstance(place, jax.sharding.NamedSharding):
+            place = replicated(place.mesh)
+        self._cache = jax.device_put(self._cache, place)
         self._how = CallSettings(
             sampling=replace(
                 settings.sampling or SamplingParams(max_new_tokens=settings.max_context),

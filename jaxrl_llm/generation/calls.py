@@ -10,6 +10,7 @@ Shape letters: B slots, M decode steps of a call at most, T pages of a slot, A r
 L their tokens, O pages, R entries of a page, P entries of a prompt row, V vocabulary.
 """
 
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +34,24 @@ from jaxrl_llm.generation.slots import Slots, State, empty_routes, no_kept
 from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.experts import Routing
+
+DTYPES: dict[str, Any] = {
+    **dict.fromkeys(("sample_B", "key_B", "key2_B"), np.uint32),
+    **dict.fromkeys(("temperature_B", "top_p_B", "min_p_B"), np.float32),
+}
+
+
+class Shape(NamedTuple):
+    """The sizes of a call."""
+
+    slots: int
+    pages: int  # most pages of a slot
+    steps: int  # most decode steps
+
+
+def bits(number: float) -> int:
+    """The bits of a float32 number."""
+    return int(np.float32(number).view(np.int32))
 
 
 class Turns(NamedTuple):
@@ -59,25 +78,33 @@ class Turns(NamedTuple):
     given_BM: Any  # tokens to take in place of sampled ones; -1: sample
 
     @classmethod
-    def blank(cls, slots: int, pages: int, steps: int) -> "Turns":
-        """Free slots, on the host."""
-        dtypes = {"sample_B": np.uint32, "key_B": np.uint32, "key2_B": np.uint32}
-        dtypes |= dict.fromkeys(("temperature_B", "top_p_B", "min_p_B"), np.float32)
-        numbers = [np.zeros(slots, dtypes.get(name, np.int32)) for name in cls._fields[:-2]]
-        tables = np.zeros((slots, pages), np.int32), np.full((slots, steps), -1, np.int32)
-        return cls._make([*numbers, *tables])
+    def packed(
+        cls, numbers: Seq[Seq[int]], pages: Seq[Seq[int]], given: Seq[Seq[int]], shape: Shape
+    ) -> np.ndarray:
+        """The matrix, int32 [B, numbers + T + M], of the first slots; the others are free.
 
-    def packed(self) -> np.ndarray:
-        """The matrix, int32 [B, numbers + T + M]."""
-        numbers = [x.view(np.int32)[:, None] for x in self[:-2]]
-        return np.concatenate([*numbers, self.pages_BT, self.given_BM], axis=1)
+        `numbers` has the fields of one number, floats and unsigned words as `bits`.
+        """
+        first = len(cls._fields) - 2
+        matrix = np.zeros((shape.slots, first + shape.pages + shape.steps), np.int32)
+        matrix[:, first + shape.pages :] = -1
+        # Words above 2^31 wrap around.
+        matrix[: len(numbers), :first] = np.array(numbers, np.int64).astype(np.int32)
+        for slot, (table, tokens) in enumerate(zip(pages, given, strict=True)):
+            matrix[slot, first : first + len(table)] = table
+            if tokens:
+                begin = first + shape.pages
+                matrix[slot, begin : begin + len(tokens)] = tokens
+        return matrix
 
     @classmethod
     def unpacked(cls, matrix: jax.Array, steps: int) -> "Turns":
         """The fields of the matrix, on the device."""
         numbers = len(cls._fields) - 2
-        blank = cls.blank(0, 0, 0)
-        fields = [lax.bitcast_convert_type(matrix[:, i], blank[i].dtype) for i in range(numbers)]
+        fields = [
+            lax.bitcast_convert_type(matrix[:, i], DTYPES.get(name, np.int32))
+            for i, name in enumerate(cls._fields[:-2])
+        ]
         return cls._make([*fields, matrix[:, numbers:-steps], matrix[:, -steps:]])
 
 
@@ -125,6 +152,13 @@ class Results(NamedTuple):
     live_B: np.ndarray
     routes: np.ndarray | None
     kept: np.ndarray | None
+
+    def rows(self) -> list[Any]:
+        """The fields by slot, as lists."""
+        none = [None] * len(self.count_B)
+        numbers = (self.tokens_BM, self.logprobs_BM, self.count_B, self.live_B)
+        records = [none if x is None else x for x in (self.routes, self.kept)]
+        return [*(x.tolist() for x in numbers), *records]
 
 
 def decode_steps(

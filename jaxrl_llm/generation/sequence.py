@@ -1,9 +1,12 @@
 """A sequence of the engine: the ids so far, who wrote them, and where it stands."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+
+from jaxrl_llm.generation.calls import bits
 
 # "queued": it waits for memory. "running": it is sampled. "waiting": its turn has ended, and it
 # goes on with `Engine.append`. "ended": it gave its pages back.
@@ -60,6 +63,13 @@ class Sequence:
     kept: dict[int, Any] = field(default_factory=dict)  # kept ids by place, where filters are on
     version: int = 0  # weights of the last sampled token
     versions: list[int] = field(default_factory=list)  # one an id; -1 where it was not sampled
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """The key and the settings as `calls.Turns` has them."""
+        how = self.sampling
+        floats = (bits(how.temperature), how.top_k, bits(how.top_p), bits(how.min_p))
+        return (*map(int, self.seed_key), *floats)
 
     @property
     def base(self) -> int:

@@ -31,7 +31,7 @@ from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.generation.calls import (
     CallSettings,
     Given,
-    Results,
+    Shape,
     Turns,
     decode_steps,
     extend,
@@ -54,6 +54,7 @@ from jaxrl_llm.models.base import ModelSpec, bind
 FEWEST_EXTENDED = 16
 # Numbers of slots of a call: steps of SLOT_STEP where matmuls bound it.
 FEW_SLOTS, SLOT_STEP = (FEWEST_SLOTS, 32, 64, 160, 256, 384), 256
+FREE = (0,) * (len(Turns._fields) - 2)  # numbers of a slot without a sequence
 EXTENDED = 2048  # most ids of one row of `extend`
 FLOAT32_PAGE = 32  # entries of a page where no kernel reads it
 
@@ -446,20 +447,16 @@ class Engine:
             return []
         whole = self._fixed or self._free_slots is not None
         slots = self._slots if whole else min(x for x in self._sizes if x >= len(live))
-        turns = Turns.blank(slots, self._pages_each, steps)
-        placed = [
-            (slot if self._free_slots is None else sequence.slot, sequence)
-            for slot, sequence in enumerate(live)
-        ]
-        for slot, sequence in placed:
-            self._fill(turns, slot, sequence)
+        # Of a model with states, a sequence keeps its slot.
+        placed = live if self._free_slots is None else _in_slots(live)
+        shape = Shape(slots, self._pages_each, steps)
         enough = enough or max(1, len(live) // 16)
         filters = any(sequence.sampling.has_filter for sequence in live)
         self._cache, decoded = _decoding(slots)(
             self.spec,
             self.params,
             self._cache,
-            turns.packed(),
+            self._packed(placed, shape),
             np.int32(min(most, steps)),
             np.int32(enough),
             self._how._replace(filters=filters),
@@ -467,49 +464,67 @@ class Engine:
         )
         results = decoded.read()
         self.num_steps += int(decoded.steps)
-        for slot, sequence in placed:
-            self._take(sequence, slot, results)
+        for sequence, *sampled in zip(placed, *results.rows(), strict=False):
+            if sequence is not None:
+                self._take(sequence, *sampled)
         return live
 
-    def _fill(self, turns: Turns, slot: int, sequence: Sequence) -> None:
-        own, computed, sampling = sequence.own, sequence.computed, sequence.sampling
-        turns.live_B[slot] = 1
-        if sequence.beginning is not None:
-            turns.prompt_row_B[slot] = sequence.beginning.row
-        turns.beginning_B[slot] = sequence.base
-        turns.count_B[slot] = computed
-        turns.token_B[slot] = own[computed]
-        capacity = len(sequence.pages) * self._pool.entries
-        turns.limit_B[slot] = min(sequence.limit - sequence.base - 1, capacity)
-        turns.begun_B[slot] = sequence.base + 1 - sequence.num_prompt
-        turns.sample_B[slot] = sequence.sample_id
-        turns.key_B[slot], turns.key2_B[slot] = sequence.seed_key
-        turns.temperature_B[slot] = sampling.temperature
-        turns.top_k_B[slot], turns.top_p_B[slot] = sampling.top_k, sampling.top_p
-        turns.min_p_B[slot] = sampling.min_p
-        turns.pages_BT[slot, : len(sequence.pages)] = sequence.pages
-        given = own[computed + 1 : computed + 1 + turns.given_BM.shape[1]]
-        turns.given_BM[slot, : len(given)] = given
+    def _packed(self, placed: Seq[Sequence | None], shape: Shape) -> np.ndarray:
+        """What the slots do, as `Turns` has it."""
+        numbers, pages, given, entries = [], [], [], self._pool.entries
+        for sequence in placed:
+            if sequence is None:
+                numbers.append(FREE)
+                pages.append(())
+                given.append(())
+                continue
+            base, computed, tokens = sequence.base, sequence.computed, sequence.tokens
+            numbers.append(
+                (
+                    1,
+                    0 if sequence.beginning is None else sequence.beginning.row,
+                    base,
+                    computed,
+                    tokens[base + computed],
+                    min(sequence.limit - base - 1, len(sequence.pages) * entries),
+                    base + 1 - sequence.num_prompt,
+                    sequence.sample_id,
+                    *sequence.words,
+                )
+            )
+            pages.append(sequence.pages)
+            next_ = base + computed + 1
+            given.append(tokens[next_ : next_ + shape.steps])
+        return Turns.packed(numbers, pages, given, shape)
 
-    def _take(self, sequence: Sequence, slot: int, results: Results) -> None:
+    def _take(
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        logprobs: list[float],
+        count: int,
+        is_live: bool,
+        routes: np.ndarray | None,
+        kept: np.ndarray | None,
+    ) -> None:
         """Take over what a slot sampled."""
-        number = int(results.count_B[slot]) - sequence.computed
-        pending = len(sequence.own) - 1 - sequence.computed
-        tokens = results.tokens_BM[slot, pending:number].tolist()
-        if results.routes is not None:
-            sequence.routes.append(results.routes[slot, :number])
-        if results.kept is not None:
+        number = count - sequence.computed
+        pending = len(sequence.tokens) - sequence.base - 1 - sequence.computed
+        new = tokens[pending:number]
+        if routes is not None:
+            sequence.routes.append(routes[:number])
+        if kept is not None:
             first = len(sequence.tokens)
-            for i in range(len(tokens)):
-                sequence.kept[first + i] = results.kept[slot, pending + i]
+            for i in range(len(new)):
+                sequence.kept[first + i] = kept[pending + i]
         sequence.computed += number
-        sequence.tokens += tokens
-        sequence.sampled += [True] * len(tokens)
-        sequence.logprobs += results.logprobs_BM[slot, pending:number].tolist()
-        sequence.versions += [self.version] * len(tokens)
-        if results.live_B[slot] or (not tokens and len(sequence.tokens) < sequence.limit):
+        sequence.tokens += new
+        sequence.sampled += [True] * len(new)
+        sequence.logprobs += logprobs[pending:number]
+        sequence.versions += [self.version] * len(new)
+        if is_live or (not new and len(sequence.tokens) < sequence.limit):
             return
-        if tokens and tokens[-1] in self.settings.stop_ids:
+        if new and new[-1] in self.settings.stop_ids:
             sequence.stop_reason = "stop"
         elif len(sequence.tokens) >= sequence.limit:
             full = len(sequence.tokens) >= self.settings.max_context
@@ -519,6 +534,14 @@ class Engine:
         sequence.status = "waiting"
         self._running.remove(sequence)
         self._waiting.add(sequence)
+
+
+def _in_slots(live: Seq[Sequence]) -> list[Sequence | None]:
+    """The sequences in their slots."""
+    placed: list[Sequence | None] = [None] * (max(sequence.slot for sequence in live) + 1)
+    for sequence in live:
+        placed[sequence.slot] = sequence
+    return placed
 
 
 def formed(spec: ModelSpec, params: Any, quantization: Quantization) -> tuple[ModelSpec, Any]:

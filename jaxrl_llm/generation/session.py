@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.generation.calls import (
     CallSettings,
     Given,
@@ -132,7 +131,7 @@ class Engine:
         # On the device of the weights from the first call on, or each program is compiled twice.
         place = jax.tree.leaves(self.params)[0].sharding
         if isinstance(place, jax.sharding.NamedSharding):
-            place = replicated(place.mesh)
+            place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
         self._cache = jax.device_put(self._cache, place)
         self._how = CallSettings(
             sampling=replace(

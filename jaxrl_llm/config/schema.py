@@ -27,6 +27,7 @@ from jaxrl_llm.typed_records.bounds import (
     Fraction,
     FreeDict,
     Gigabytes,
+    GigabytesOrZero,
     Many,
     Maybe,
     NotNegative,
@@ -368,7 +369,7 @@ class RolloutConfig(Record):
     # many as fit.
     cache_tokens: Whole = 0
     # Memory of a GPU for slots and cache, in GB; 0: what the models of the run leave free.
-    memory_gb: NotNegative = 0.0
+    memory_gb: GigabytesOrZero = 0.0
     stop_token_ids: Many[Whole] = ()  # token ids that end a response, added to the tokenizer's
     # Texts that end a response, held-out answers too: at most 16, each of at most 32 characters.
     stop: StopTexts = ()
@@ -415,7 +416,7 @@ class ValidationConfig(Record):
     graders: Many[SourceGrader] = ()  # graders of single data sources
     generate: bool = False  # offline: whether held-out prompts are answered; online: always
     # The same as rollout.memory_gb, while held-out prompts are answered.
-    memory_gb: NotNegative = 0.0
+    memory_gb: GigabytesOrZero = 0.0
 
 
 class RewardConfig(Record):

@@ -60,6 +60,7 @@ Probability = Annotated[float, Gt(0), Le(1)]
 Unbounded = Annotated[float, Gt(0), AllowInfNan(True)]
 Seconds = Annotated[float, Gt(0), Le(1e9)]  # timers of Python take no more
 Gigabytes = Annotated[float, Gt(0), Le(1e9)]  # limits of a process take no more
+GigabytesOrZero = Annotated[float, Ge(0), Le(1e9)]
 Processes = Annotated[int, Ge(1), Le(1024)]
 
 

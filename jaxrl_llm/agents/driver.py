@@ -7,7 +7,7 @@ Nothing waits for the slowest tool.
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -151,6 +151,21 @@ class Driver:
             ids |= dict.fromkeys(PlainStyle(self._tokenizer, info.stop).stop_ids)
         return tuple(ids)
 
+    def check(self, prompts: "Iterable[Prompt]") -> None:
+        """Check that rows name tools and environments that there are, and take turns.
+
+        Raises: ValueError, with the remedy.
+        """
+        for prompt in prompts:
+            index = self._environment_of(prompt.columns)
+            info = None if index is None else self._tools.description.environments[index]
+            self._style(prompt, self._all_tools(prompt, info), info)
+
+    def forget_before(self, step: int) -> None:
+        """Remove the observations of steps that no resume begins again."""
+        if self._observations is not None:
+            self._observations.drop_before(step)
+
     def close(self) -> None:
         """End the processes of tools and environments."""
         self._tools.close()
@@ -237,8 +252,7 @@ class Driver:
 
     def _begin(self, engine: Engine, live: _Live, opening: Any) -> None:
         prompt, info = live.sample.prompt, live.info
-        tools = self._tools_of(prompt.columns)
-        tools |= {tool.name: tool.schema for tool in info.tools} if info else {}
+        tools = self._all_tools(prompt, info)
         live.conversation = Conversation(
             self._tokenizer,
             self._style(prompt, tools, info),
@@ -262,6 +276,11 @@ class Driver:
             )
             self._beginnings[key] = beginning
             self._live[id(live.sequence)] = live
+
+    def _all_tools(self, prompt: "Prompt", info: EnvironmentInfo | None) -> dict[str, Schema]:
+        """The tools of a row and of its environment."""
+        own = {tool.name: tool.schema for tool in info.tools} if info else {}
+        return self._tools_of(prompt.columns) | own
 
     def _tools_of(self, columns: Mapping[str, Any]) -> dict[str, Schema]:
         """The tools of a row: all, or those that its column names."""
@@ -394,7 +413,12 @@ class Driver:
         assert live.conversation is not None
         is_step = isinstance(job.action, Say)
         observe = live.conversation.observe_step if is_step else live.conversation.observe
-        self._go_on(engine, live, observe(value))
+        try:
+            next_ = observe(value)
+        except ValueError as error:  # for example a role that the template does not have
+            self._finish(engine, live, "failed", f"template: {error}")
+            return
+        self._go_on(engine, live, next_)
 
     def _failed(self, engine: Engine, live: _Live, action: Action, error: CallError) -> None:
         """Try again in a new environment, which repeats what was done; then the sample fails."""

@@ -73,7 +73,8 @@ class ChatStyle:
         self.parser = ToolCallParser(tokenizer, tools, "plain" if self._listed else "")
         self._suffix = lru_cache(MOST_SUFFIXES)(self._find_suffix)
         self._encoded = lru_cache(MOST_PROMPTS)(tokenizer.encode)
-        self._as_tool = bool(tools) and self._writes_results(names[0])
+        self._as_tool = bool(tools) and self._writes_results(names[0], 1)
+        self._several = self._as_tool and self._writes_results(names[0], 2)
         self._check(names[:1])
 
     def _check(self, names: Sequence[str]) -> None:
@@ -85,10 +86,11 @@ class ChatStyle:
             if RESULT not in self._tokenizer.decode(ids):
                 raise ValueError("the chat template does not write what follows a turn")
 
-    def _writes_results(self, name: str) -> bool:
-        """Whether the template has a role for results. Else they are a user message."""
+    def _writes_results(self, name: str, number: int) -> bool:
+        """Whether the template has a role for so many results."""
+        messages = [_tool_message(name, "", RESULT)] * number
         try:
-            ids = self._turns.suffix([_tool_message(name, "", RESULT)], calls=[name])
+            ids = self._turns.suffix(messages, calls=[name] * number)
         except ValueError:
             return False
         return RESULT in self._tokenizer.decode(ids)
@@ -127,18 +129,19 @@ class ChatStyle:
     def results(
         self, calls: Sequence[Call], results: Sequence[Result], stop: int
     ) -> tuple[list[int], list[Message]]:
-        """Results as one group, in the template's role for them or as one user message."""
+        """Results as one group: in the template's role for them, else as one message."""
         names = [call.name or "unknown" for call in calls]
         messages = [
             _tool_message(name, call.id, result.text)
             for name, call, result in zip(names, calls, results, strict=True)
         ]
-        if not self._as_tool:
+        if len(messages) > 1 and not self._several:
             text = "\n".join(result.text for result in results)
-            ids = self._suffix(json.dumps([{"role": "user", "content": text}]), (), stop)
-        else:
-            ids = self._suffix(json.dumps(messages), tuple(names), stop)
-        return ids, messages
+            messages, names = [messages[0] | {"content": text}], names[:1]
+        if self._as_tool:
+            return self._suffix(json.dumps(messages), tuple(names), stop), messages
+        asked = [{"role": "user", "content": messages[0]["content"]}]
+        return self._suffix(json.dumps(asked), (), stop), messages
 
     def observation(self, observation: Observation, stop: int) -> tuple[list[int], list[Message]]:
         """Messages of an environment; a text is a user message."""

@@ -1,168 +1,34 @@
 """Whole samples against an engine that is a table: the records are written out by hand."""
 
-import dataclasses
-import json
-import textwrap
-
 import pytest
+import turn_templates as templates
+from agents.conversing import (
+    ASKED,
+    CHAR,
+    CHATML,
+    SPECIAL_END,
+    call,
+    close_drivers,
+    one,
+    open_chat,
+    opened,
+    results,
+    run,
+    shown,
+)
 from agents.fake_engine import FakeEngine, sample_of
 from turn_templates import TOOLS
 from turn_tokenizers import open_tokenizer
-
-from jaxrl_llm.agents.setup import open_driver
-from jaxrl_llm.config import load_config
-from jaxrl_llm.tokenizer import CharTokenizer
-
-CHAR = CharTokenizer()
-CHATML = ["<|im_start|>", "<|im_end|>"]
-
-
-def opened(tokenizer, max_context=10_000, folder=None, **changes):
-    names = {"response": "data.max_response_length", "most_prompt": "data.max_prompt_length"}
-    changes = {"response": 2000, "most_prompt": 4000} | changes
-    keys = {names.get(key, f"rollout.{key}"): value for key, value in changes.items()}
-    keys = {key.replace("rollout.max_retries", "reward.max_retries"): v for key, v in keys.items()}
-    config = load_config("ppo", keys)
-    return open_driver(config, tokenizer, max_context=max_context, folder=folder)
-
-
-_DRIVERS = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closing():
     yield
-    for driver in _DRIVERS.values():
-        driver.close()
-
-
-def run(tokenizer, samples, order=0, max_context=10_000, **changes):
-    key = f"{id(tokenizer)} {max_context} {changes}"
-    if key not in _DRIVERS:
-        _DRIVERS[key] = opened(tokenizer, max_context, **changes)
-    driver = _DRIVERS[key]
-    stop_ids = driver.stop_ids(plain=samples[0].prompt.messages is None)
-    return driver.run(FakeEngine(tokenizer, stop_ids, order, max_context), samples)
-
-
-def one(tokenizer, prompt, turns, columns=None, **changes):
-    (trajectory,) = run(tokenizer, [sample_of(tokenizer, 0, prompt, turns, **(columns or {}))],
-                        **changes)  # fmt: skip
-    return trajectory
-
-
-def shown(tokenizer, trajectory):
-    """The response with sampled text between brackets ⟦ and ⟧."""
-    parts, is_sampled = [], False
-    for i, mask in zip(trajectory.response_ids, trajectory.mask, strict=True):
-        if mask != is_sampled:
-            parts.append("⟦" if mask else "⟧")
-            is_sampled = mask
-        parts.append(tokenizer.decode([i], skip_special=False))
-    return "".join(parts) + "⟧" * bool(is_sampled)
-
-
-# ------------------------------------------------------------------------- built in
-
-
-def test_the_calculator_with_characters():
-    trajectory = one(
-        *(CHAR, "37*48=", ["[37*48]", "1776"], {"ground_truth": "1776"}), environment="calculator"
-    )
-    assert shown(CHAR, trajectory) == "⟦[37*48]⟧=1776\n⟦1776<|eos|>⟧"
-    assert trajectory.stop_reason == "env_done" and trajectory.reward == 1.0
-    assert [(t.start, t.end, t.reward) for t in trajectory.turns] == [(0, 7, None), (13, 18, 1.0)]
-    assert trajectory.versions == (*[0] * 7, *[-1] * 6, *[0] * 5)
-    assert [p < 0 for p in trajectory.logprobs] == [bool(m) for m in trajectory.mask]
-    assert trajectory.prompt_ids == tuple(CHAR.encode("37*48="))
-    assert [m["role"] for m in trajectory.messages] == ["assistant", "user", "assistant"]
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        *(("2+3*4", "14"), ("(2+3)*4", "20"), ("7/2", "3.5"), ("8/2", "4"), ("2^10", "1024")),
-        *(("1/0", "error"), ("9**9**9", "error"), ("a+1", "error"), ("1+", "error")),
-        ("__import__('os')", "error"),
-    ],
-)
-def test_what_the_calculator_computes(expression, value):
-    trajectory = one(CHAR, "?", [f"[{expression}]", "0"], environment="calculator")
-    assert shown(CHAR, trajectory).split("⟧")[1].startswith(f"={value}\n")
-    assert trajectory.reward is None  # no ground truth
-
-
-def test_guessing():
-    turns = ["16\n", "99\n", "24\n", "20\n"]
-    trajectory = one(CHAR, "guess:\n", turns, {"ground_truth": 20}, environment="guess")
-    assert shown(CHAR, trajectory) == "⟦16\n⟧higher\n⟦99\n⟧?\n⟦24\n⟧lower\n⟦20\n⟧"
-    assert (trajectory.stop_reason, trajectory.reward) == ("env_done", 1.0)
-    lost = one(CHAR, "guess:\n", ["1\n"] * 9, {"ground_truth": 20}, environment="guess")
-    assert (len(lost.turns), lost.stop_reason, lost.reward) == (6, "env_done", 0.0)
-
-
-def test_samples_of_a_prompt_guess_the_same_number():
-    samples = [sample_of(CHAR, i, "guess:\n", ["16\n"] * 6) for i in range(40)]
-    hints = [t.messages[1]["content"] for t in run(CHAR, samples, environment="guess")
-             if len(t.messages) > 1]  # fmt: skip
-    trajectories = run(CHAR, samples, environment="guess")
-    assert all(a.response_ids == b.response_ids for a, b in zip(trajectories[::2],
-               trajectories[1::2], strict=True))  # fmt: skip
-    assert len(set(hints)) == 2
-
-
-def test_a_maze():
-    """The way is read from the observations: right moves reach the goal."""
-    trajectory = one(CHAR, "maze:\n", ["U"] * 30, {"ground_truth": 5}, environment="maze")
-    first = CHAR.decode(trajectory.prompt_ids).splitlines()[1]
-    here, goal = first.split()[0].split(">")
-    right, down = ord(goal[0]) - ord(here[0]), int(goal[1]) - int(here[1])
-    moves = ("R" if right > 0 else "L") * abs(right) + ("D" if down > 0 else "U") * abs(down)
-    won = one(CHAR, "maze:\n", [*moves], {"ground_truth": 5}, environment="maze")
-    assert (won.reward, won.stop_reason, len(won.turns)) == (1.0, "env_done", len(moves))
-    closed = one(
-        CHAR, "maze:\n", ["U"] * 30, environment={"kind": "maze", "walls": 1.0, "turns": 4}
-    )
-    assert (closed.reward, len(closed.turns)) == (0.0, 4)
-
-
-def test_walls_leave_every_cell_in_reach():
-    from jaxrl_llm.agents.games import Maze
-
-    for number in range(20):
-        maze = Maze(walls=1.0)
-        maze.reset(ground_truth=number)
-        seen, todo = set(), [maze._cell]
-        while todo:
-            maze._cell = todo.pop()
-            if maze._cell not in seen:
-                seen.add(maze._cell)
-                todo += maze._open().values()
-        assert len(seen) == 25 and len(maze._closed) == 2 * 16
-
-
-def test_a_second_chance():
-    turns = ["I say 41", "Then 42"]
-    trajectory = one(CHAR, "17+25=", turns, {"ground_truth": 42}, environment="retry")
-    assert shown(CHAR, trajectory) == "⟦I say 41<|eos|>⟧Wrong. Try again.⟦Then 42<|eos|>⟧"
-    assert [t.reward for t in trajectory.turns] == [0.0, 1.0]
-    right = one(CHAR, "17+25=", turns[1:], {"ground_truth": 42}, environment="retry")
-    assert [t.reward for t in right.turns] == [1.0]
-    gone = one(CHAR, "17+25=", turns, environment="retry")  # no ground truth: the grader fails
-    assert (gone.stop_reason, gone.failed, gone.num_retries) == ("failed", True, 1)
-    assert "no ground truth" in gone.failure
-
-
-def test_code_in_the_sandbox():
-    source = "```python\nprint(6 * 7)\n```"
-    trajectory = one(open_chat(), ASKED, [source, "42"], environment="code")
-    assert (trajectory.stop_reason, trajectory.reward) == ("env_done", None)
-    assert trajectory.messages[2]["content"] == "42\n"
+    close_drivers()
 
 
 # ------------------------------------------------------------------------- tools
 
-ASKED = [{"role": "user", "content": "17+25 and 1+2?"}]
 FUNCTIONS = '''
 import asyncio, math, os, time
 
@@ -215,7 +81,6 @@ async def stuck(kind: str):
     """
     await asyncio.sleep(60) if kind == "await" else time.sleep(60)
 '''
-SPECIAL_END = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -225,29 +90,8 @@ def functions(tmp_path_factory):
     return file
 
 
-_CHAT = []
-
-
-def open_chat():
-    if not _CHAT:
-        import tempfile
-        from pathlib import Path
-
-        folder = Path(tempfile.mkdtemp())
-        _CHAT.append(open_tokenizer(folder, TOOLS, CHATML, eos=SPECIAL_END))
-    return _CHAT[0]
-
-
-def call(tool, /, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
-
-
 def all_of(functions):
     return [f"{functions}:{name}" for name in ("add", "slow_add", "bad", "stuck")]
-
-
-def results(trajectory):
-    return [m["content"] for m in trajectory.messages if m["role"] == "tool"]
 
 
 def test_functions_as_tools(functions):
@@ -602,19 +446,6 @@ def test_an_abort_keeps_what_was_sampled():
         assert set(trajectory.versions) <= {5, -1}
 
 
-def test_settings_of_classes_equal_the_config():
-    import inspect
-
-    from jaxrl_llm.agents.setup import ENVIRONMENTS, TOOLS
-
-    for record, ours in {**TOOLS, **ENVIRONMENTS}.items():
-        parameters = inspect.signature(ours).parameters.values()
-        own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        fields = {f.name: f.default for f in dataclasses.fields(record)}
-        own.pop("grader", None), fields.pop("grader", None)
-        assert own == fields, textwrap.shorten(str(record), 80)
-
-
 # ------------------------------------------------------------------------- resume
 
 
@@ -646,8 +477,69 @@ def test_a_resumed_step_reads_its_observations(classes, functions, tmp_path):
         assert [t.differs for t in done] == [False, name == "dice"]
     assert (tmp_path / "calls").read_text() == "xx"
     driver = opened(CHAR, folder=tmp_path / "dice", environment="guess")
-    driver._observations.drop_before(3)
+    driver.forget_before(3)
     assert [*(tmp_path / "dice").iterdir()]
-    driver._observations.drop_before(4)
+    driver.forget_before(4)
     assert not [*(tmp_path / "dice").iterdir()]
     driver.close()
+
+
+# ------------------------------------------------------------------------- templates
+
+
+def test_a_template_of_one_call_gets_its_results_in_one_message(tmp_path):
+    """Llama refuses two calls in a turn; the model may sample them all the same."""
+    one_only = TOOLS.replace(
+        "{% for m in messages %}{% if m.role == 'tool' %}",
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}"
+        "{{ raise_exception('one call only') }}{% endif %}{% if m.role == 'tool' %}",
+    )
+    assert one_only != TOOLS
+    chat = open_tokenizer(tmp_path, one_only, CHATML, eos=SPECIAL_END)
+    turns = [call("calculator", expression="1+1") + call("calculator", expression="2+2"), "So."]
+    trajectory = one(chat, ASKED, turns, tools="calculator")
+    assert trajectory.stop_reason == "completed" and results(trajectory) == ["2\n4"]
+
+
+def test_a_template_without_tools_and_results_gets_them_in_messages(tmp_path):
+    gemma = templates.GEMMA.replace(
+        "{{ 'model' if", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ 'model' if"
+    )  # fmt: skip
+    special = ["<start_of_turn>", "<end_of_turn>"]
+    chat = open_tokenizer(tmp_path, gemma, special, eos="<end_of_turn>")
+    turns = [call("calculator", expression="1+1"), "So."]
+    trajectory = one(chat, ASKED, turns, tools="calculator")
+    prompt = chat.decode(trajectory.prompt_ids, skip_special=False)
+    assert prompt.startswith("<bos><start_of_turn>user\nYou may call these tools.")
+    assert '"name": "calculator"' in prompt and prompt.endswith("<start_of_turn>model\n")
+    assert shown(chat, trajectory) == (
+        f"⟦{turns[0]}<end_of_turn>⟧\n<start_of_turn>user\n2<end_of_turn>\n"
+        "<start_of_turn>model\n⟦So.<end_of_turn>⟧"
+    )
+
+
+def test_an_observation_that_the_template_refuses_is_a_failure(tmp_path):
+    (tmp_path / "odd.py").write_text(
+        "class Odd:\n    def step(self, action):\n"
+        "        return {'observation': [{'role': 'system', 'content': 'x'}]}\n"
+    )
+    chat = open_tokenizer(
+        tmp_path, templates.GEMMA, ["<start_of_turn>", "<end_of_turn>"], eos="<end_of_turn>"
+    )
+    trajectory = one(chat, ASKED, ["a", "b"], environment=f"{tmp_path / 'odd.py'}:Odd")
+    assert trajectory.stop_reason == "failed" and trajectory.failure.startswith("template: ")
+
+
+def test_rows_are_checked_before_the_first_step(classes, tmp_path):
+    driver = opened(open_chat(), tools="calculator", environment=f"{classes}:Counter")
+    driver.check(sample_of(open_chat(), 0, ASKED, []).prompt for _ in range(3))
+    driver.check([sample_of(CHAR, 0, "text", []).prompt])
+    for columns, why in (({"tools": ["x"]}, "tool 'x'"), ({"environment": "y"}, "environment 'y'")):
+        with pytest.raises(ValueError, match=why):
+            driver.check([sample_of(open_chat(), 0, ASKED, [], **columns).prompt])
+    driver.close()
+    dropping = "{% for m in messages %}{{ m.role }}{{ '\n' }}{% endfor %}"
+    driver = opened(chat := open_tokenizer(tmp_path, dropping, []), tools="calculator")
+    with pytest.raises(ValueError, match="chat template"):
+        driver.check([sample_of(chat, 0, ASKED, []).prompt])

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from turn_tokenizers import PLAIN, open_tokenizer
 
+from jaxrl_llm.agents.call_formats import Call
+from jaxrl_llm.agents.styles import ChatStyle
 from jaxrl_llm.agents.tool_calls import ToolCallParser
+from jaxrl_llm.agents.tools import Result
 
 pytestmark = pytest.mark.torch
 FOUND = find_spec("trl")
@@ -83,3 +86,48 @@ def test_calls_of_a_template_are_read_again(name, tmp_path):
         ("add", call["function"]["arguments"]) for call in calls
     ]
     assert parsed.content == ""
+
+
+EVERY = sorted(file.stem for file in FOLDER.glob("*.jinja") if "_training" not in file.stem)
+# Templates that write an earlier turn, or its thinking, otherwise than it was sampled.
+REWRITES = ("gptoss", "qwen3", "glm4moe", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra")
+RESULTS = [Result("42"), Result("43")]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_turns_of_every_template(name, tmp_path):
+    """A suffix holds the results, and where nothing is rewritten it is what the template writes."""
+    text = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    special = [token for token in dict.fromkeys(TOKEN.findall(text)) if token not in PLAIN]
+    tokenizer = open_tokenizer(tmp_path, text, special)
+    style = ChatStyle(tokenizer, [TOOL])
+    asked = [{"role": "user", "content": "17+25?"}]
+    prompt, _ = style.prompt(asked, [], None)
+    assert "add" in tokenizer.decode(prompt)
+    for number in (1, 2):
+        made = [Call("add", "{}", {})] * number
+        ids, messages = style.results(made, RESULTS[:number], -1)
+        suffix = tokenizer.decode(ids)
+        assert "42" in suffix and ("43" in suffix) == (number == 2)
+    said, _ = style.observation("Go on.", -1)
+    assert "Go on." in tokenizer.decode(said)
+    if (
+        name not in FAMILIES
+        or name in REWRITES
+        or FAMILIES[name] in ONE_CALL
+        or name == "deepseekv3"
+    ):
+        return
+    calls = [call(1), call(2)]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [
+        {"role": "tool", "name": "add", "content": r.text, "tool_call_id": c["id"]}
+        for r, c in zip(RESULTS, calls, strict=True)
+    ]
+    turns = tokenizer.turns([TOOL])
+    (row,) = turns.conversation([*asked, answer], [1])
+    turn = list(next(piece for piece in row if piece.learned).ids)
+    suffix, _ = style.results([Call("add", "{}", {})] * 2, RESULTS, turn[-1])
+    whole = tokenizer.encode(turns.prompt([*asked, answer, *results]))
+    before = tokenizer.encode(turns.prompt(asked))
+    assert whole == [*before, *turn, *suffix]

@@ -243,6 +243,9 @@ def _asked(
             )
     if not prompts or len(prompts) * body.n > MOST_CHOICES:
         raise ApiError(400, f"prompts times n must be 1 to {MOST_CHOICES}")
+    # A special token is in no text, so its id stands for it.
+    tokens = [tokenizer.added_tokens[text][0] for text in stops if text in tokenizer.added_tokens]
+    stop_ids = (*tokenizer.stop_ids, *body.stop_token_ids, *tokens)
     return Asked(
         prompts=tuple(prompts),
         n=body.n,
@@ -253,7 +256,7 @@ def _asked(
         min_p=body.min_p,
         seed=body.seed,
         stop=tuple(stops),
-        stop_ids=tuple(dict.fromkeys((*tokenizer.stop_ids, *body.stop_token_ids))),
+        stop_ids=tuple(dict.fromkeys(stop_ids)),
         own_stops=bool(stops or body.stop_token_ids),
         stream=body.stream,
         include_usage=bool(body.stream_options.get("include_usage")),

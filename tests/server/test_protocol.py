@@ -22,6 +22,7 @@ from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 
 END = 3  # <|im_end|>
 AGAIN = {"x-stainless-retry-count": "1"}  # as the client marks a retry
+IDS = {"return_token_ids": True}
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -125,7 +126,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_a_chat_and_its_ids(tokenizer):
     with serving(tokenizer) as here:
-        reply = chat(here.client, extra_body={"return_token_ids": True}, logprobs=True)
+        reply = chat(here.client, extra_body=IDS, logprobs=True)
     (choice,) = reply.choices
     assert (choice.message.content, choice.finish_reason) == ("hello", "stop")
     text = tokenizer.apply_chat_template(HELLO)
@@ -168,7 +169,7 @@ def test_a_stream_gives_what_a_reply_gives(tokenizer):
                 stream=True,
                 stream_options=options,
                 logprobs=True,
-                extra_body={"return_token_ids": True},
+                extra_body=IDS,
             )
         )
     *chunks, last = chunks
@@ -197,6 +198,17 @@ def test_a_stop_string_ends_the_sequence_in_the_engine(tokenizer):
         )
     assert (reply.choices[0].message.content, reply.usage.completion_tokens) == ("a", 4)
     assert (ids.choices[0].text, ids.choices[0].finish_reason) == ("a", "stop")
+
+
+def test_a_special_token_is_a_stop_string_too(tokenizer):
+    def answer(prompt, key):
+        return [*tokenizer.encode("ab<|im_start|>cd"), END]
+
+    with serving(tokenizer, answer) as here:
+        for stop in ("<|im_start|>", ["d", "<|im_start|>"]):
+            (choice,) = chat(here.client, stop=stop, extra_body=IDS).choices
+            assert (choice.message.content, choice.finish_reason) == ("ab", "stop")
+            assert choice.token_ids == tokenizer.encode("ab<|im_start|>")
 
 
 def test_keys(tokenizer):
@@ -332,6 +344,13 @@ def test_calls_of_tools(hermes, text, content, number, stream):
     assert prompt == hermes.encode(hermes.apply_chat_template(HELLO, tools=[WEATHER]))
 
 
+def test_thinking_before_a_call_is_apart(hermes):
+    with serving(hermes, f"<think>Which city?</think>{CALL}") as here:
+        (choice,) = chat(here.client, tools=[WEATHER]).choices
+    assert (choice.message.content, choice.message.reasoning_content) == (None, "Which city?")
+    assert len(choice.message.tool_calls) == 1
+
+
 def test_a_conversation_goes_on_with_the_result(hermes):
     """The history has the arguments as text. An empty result is one too."""
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
@@ -346,7 +365,7 @@ def test_a_conversation_goes_on_with_the_result(hermes):
             messages=messages,
             tools=[WEATHER],
             tool_choice="none",  # the prompt has no tools then
-            extra_body={"return_token_ids": True},
+            extra_body=IDS,
         )
     text = hermes.turns().prompt(messages)
     assert "Lima" in text and reply.prompt_token_ids == hermes.encode(text)

@@ -4,6 +4,7 @@ A call that cannot be used is kept, with a status and the problem in words for t
 have the names of Prime Intellect's renderers.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ Status = Literal[
 NAME = re.compile(r'"name"\s*:\s*"([\w.-]+)"')
 ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:')
 BETWEEN = re.compile(r"[\s,:]*")  # signs between the values of valid JSON
+JSON_WORDS = {"true": True, "false": False, "null": None}
 WORDS = {"True": True, "False": False, "None": None}  # as templates print Python's values
 FENCE = re.compile(r"```(?:json|tool_call|tool_code)?[ \t]*\n(.*?)(\n```|\Z)", re.DOTALL)
 BUILT_IN = re.compile(r"([\w.-]+)\.call\((.*)\)", re.DOTALL)  # Llama's brave_search.call(query="")
@@ -299,6 +301,41 @@ class Phi4(Hermes):
     delimiters = ("<|tool_call|>", "<|/tool_call|>")
 
 
+class Lfm2(Hermes):
+    """LFM2: a list of Python calls, [name(key="value")], with values of Python or JSON."""
+
+    delimiters = ("<|tool_call_start|>", "<|tool_call_end|>")
+
+    def block(self, block: str, marks: Delimiters, texts: Texts) -> list[Call]:
+        text = texts.spelled(block).strip()
+        try:
+            tree = ast.parse(text if text.startswith("[") else f"[{text}]", mode="eval").body
+            assert isinstance(tree, ast.List)
+            return [_python_call(node) for node in tree.elts]
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            name = re.match(r"\[?\s*([\w.]+)\(", text)
+            problem = f"expected calls such as [NAME(KEY=VALUE)]: {error}"
+            return [Call(name[1] if name else "", text, {}, "malformed_structure", problem)]
+
+
+def _python_call(node: ast.expr) -> Call:
+    """A call of Python with literals as keyword arguments. ValueError for another expression."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError(f"{ast.unparse(node)} is no call with keyword arguments")
+    values = {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    return _written(ast.unparse(node.func), values)
+
+
+class _JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
+
+
+def _literal(node: ast.expr) -> Any:
+    """A value of Python, in which JSON's words for constants are known."""
+    return ast.literal_eval(_JsonWords().visit(node))
+
+
 class Qwen3Coder(Hermes):
     """Qwen3-Coder, Qwen3.5, Nemotron 3: <function=name> with <parameter=key> values in a block."""
 
@@ -542,6 +579,7 @@ FORMATS: Mapping[str, Format] = {
     "plain": Format(),
     "hermes": Hermes(),
     "qwen3_coder": Qwen3Coder(),
+    "lfm2": Lfm2(),
     "llama3": Llama3(),
     "mistral": Mistral(),
     "deepseek": DeepSeek(),

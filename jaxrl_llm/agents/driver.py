@@ -136,13 +136,14 @@ class Driver:
         self._styles: dict[str, Style] = {}
         self._beginnings: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self._live: dict[int, _Live] = {}  # by the identity of the sequence
+        self._open: set[_Live] = set()  # samples that have not ended
         self._finished: list[Trajectory] = []
-        self._num_live = self._sessions = 0
+        self._sessions = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a sample has not ended."""
-        return bool(self._num_live or self._finished)
+        return bool(self._open or self._finished)
 
     def stop_ids(self, *, plain: bool) -> tuple[int, ...]:
         """Ids that end a turn, for the engine. `plain`: prompts are texts, not messages."""
@@ -191,7 +192,7 @@ class Driver:
         index = self._environment_of(sample.prompt.columns)
         info = None if index is None else self._tools.description.environments[index]
         live = _Live(sample, info)
-        self._num_live += 1
+        self._open.add(live)
         if info is None or index is None:
             self._begin(engine, live, None)
             return
@@ -211,10 +212,9 @@ class Driver:
         return finished
 
     def abort(self, engine: Engine) -> list[Trajectory]:
-        """End all samples as they are. Those in the hands of a tool are left out."""
-        for live in list(self._live.values()):
-            if live.ending is None:
-                self._finish(engine, live, "aborted")
+        """End all samples as they are. What their tools still answer is dropped."""
+        for live in sorted(self._open, key=lambda live: live.sample.sample):
+            self._finish(engine, live, "aborted")
         finished, self._finished = self._finished, []
         return finished
 
@@ -393,6 +393,8 @@ class Driver:
     def _answered(self, engine: Engine, job: Job, answer: Answer) -> None:
         live: _Live = job.owner
         assert job.action is not None
+        if live not in self._open:
+            return
         if answer.error is not None:
             self._failed(engine, live, job.action, answer.error)
             return
@@ -442,7 +444,7 @@ class Driver:
     def _finish(self, engine: Engine, live: _Live, reason: StopReason, failure: str = "") -> None:
         sequence, conversation, sample = live.sequence, live.conversation, live.sample
         self._end_session(live)
-        self._num_live -= 1
+        self._open.remove(live)
         logprobs: Sequence[float] = ()
         versions: Sequence[int] = ()
         if sequence is not None:

@@ -20,6 +20,7 @@ SIGNS = (
     ("deepseek", "<\uff5ctool\u2581calls\u2581begin\uff5c>"),
     ("gemma4", "<|tool_call>"),
     ("phi4", "<|tool_call|>"),
+    ("lfm2", "<|tool_call_start|>"),
     ("mistral", "[TOOL_CALLS]"),
     ("qwen3_coder", "<function="),
     ("glm", "<arg_key>"),

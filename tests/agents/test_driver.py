@@ -446,6 +446,20 @@ def test_an_abort_keeps_what_was_sampled():
         assert set(trajectory.versions) <= {5, -1}
 
 
+def test_an_abort_drops_what_tools_still_answer(functions):
+    chat = open_chat()
+    driver = opened(chat, tools=f"{functions}:slow_add")
+    engine = FakeEngine(chat, driver.stop_ids(plain=False))
+    samples = [sample_of(chat, i, ASKED, [call("slow_add", a=9, b=1), "So."]) for i in range(2)]
+    driver.add(engine, samples[0])
+    driver.advance(engine)  # the turn has ended, and the tool is called
+    (ended,) = driver.abort(engine)
+    assert (ended.stop_reason, len(ended.turns)) == ("aborted", 1)
+    (done,) = driver.run(engine, samples[1:])
+    assert done.stop_reason == "completed" and not driver.has_work
+    driver.close()
+
+
 # ------------------------------------------------------------------------- resume
 
 

@@ -16,6 +16,7 @@ def deepseek(words):
 
 
 SPECIAL = [
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
     *("<|tool_call|>", "<|/tool_call|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|observation|>"),
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
@@ -147,6 +148,15 @@ RIGHT = {
         *("So.", "Hm."),
         [("add", '{"a": 17, "items": [1, {"k": "}, x"}], "note": "a, {b}", "exact": true}')],
     ),
+    "lfm2": (
+        '<|tool_call_start|>[add(a=17, note="x, y)", exact=true), add(items=[1, {"k": null}])]'
+        "<|tool_call_end|>So.<|im_end|>",
+        *("So.", ""),
+        [
+            ("add", '{"a": 17, "note": "x, y)", "exact": true}'),
+            ("add", '{"items": [1, {"k": null}]}'),
+        ],
+    ),
     "phi4": (
         '<|tool_call|>[{"name": "add", "arguments": {"a": 17}}]<|/tool_call|>',
         *("", "", [("add", '{"a": 17}')]),
@@ -210,6 +220,10 @@ WRONG = [
     ("gemma4", '<|tool_call>call:add{a:<|"|>x}<tool_call|>', "malformed_structure", "add"),
     ("gemma4", "<|tool_call>call:add{}<eos>", "unclosed_block", "add"),
     ("gemma4", "<|tool_call>call:{}<tool_call|>", "missing_name", ""),
+    ("lfm2", "<|tool_call_start|>[add(17)]<|tool_call_end|>", "malformed_structure", "add"),
+    ("lfm2", "<|tool_call_start|>[add(a=b)]<|tool_call_end|>", "malformed_structure", "add"),
+    ("lfm2", "<|tool_call_start|>[add(a=1<|tool_call_end|>", "malformed_structure", "add"),
+    ("lfm2", "<|tool_call_start|>[add(a=1)]<|im_end|>", "unclosed_block", "add"),
     ("plain", '```json\n{"name": "add", "arguments": {"a": }}\n```', "invalid_json", "add"),
 ]  # fmt: skip
 

@@ -33,6 +33,7 @@ FAMILIES = {
     "nemotron_3_nano": "qwen3_coder",
     "nemotron_3_super": "qwen3_coder",
     "nemotron_3_ultra": "qwen3_coder",
+    "lfm2_v2": "lfm2",
     "glm4moe": "glm",
     "llama3_1": "llama3",
     "llama3_2": "llama3",

@@ -44,6 +44,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 # The first sign of a call of a tool, or of thinking. What follows is not sent before the end, and
 # neither is anything once there is a token that may be a delimiter.
 BEGINS_CALL = re.compile(r"[<\[{`]")
+LONG_BODY = 100_000  # bytes of a body that is read in another thread
 GONE = 499  # status in the metrics of a request whose client left
 RETRIED = "x-stainless-retry-count"  # header of OpenAI's clients
 
@@ -63,7 +64,7 @@ class Application:
         self._settings = settings
         self._worker = Worker(engine)
         self._jobs = Jobs(self._worker, tokenizer, seed=settings.seed, most=settings.queue)
-        self._reader = ThreadPoolExecutor(1)  # encodes prompts, one after the other
+        self._reader = ThreadPoolExecutor(1)  # encodes long prompts, one after the other
         self._texts = TokenTexts(tokenizer)
         self._metrics = Metrics(self._worker)
         self._started = int(time.time())
@@ -130,9 +131,11 @@ class Application:
             raise _too_late() from None
         if self._worker.failure is not None:
             raise ApiError(503, f"the engine failed: {self._worker.failure}", kind="server_error")
-        # A long text takes seconds to encode, and streams go on meanwhile.
         read = partial(read, raw, self._tokenizer, name=self._name, context=self._context)
-        asked = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+        if len(raw) < LONG_BODY:  # another thread would have to wait for the engine's
+            asked = read()
+        else:  # it may take seconds, and streams go on meanwhile
+            asked = await asyncio.get_running_loop().run_in_executor(self._reader, read)
         # A client with the same key that sends the same again is taken for the same client.
         key = request.headers.get("authorization", "").encode()
         name = hashlib.blake2b(b"\0".join((request.url.path.encode(), key, raw))).digest()

@@ -240,7 +240,7 @@ def test_keys(tokenizer):
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
-        ({"messages": [{"role": "user", "content": "a" * 3000}]}, "the context 2000"),
+        ({"messages": [{"role": "user", "content": "a" * 150_000}]}, "the context 2000"),
         ({"messages": [{"role": "user", "content": "a" * 1600}]}, "too long for the engine"),
         ({"messages": [{"role": "user", "content": "\u1234"}]}, "cannot encode"),
     ],

@@ -3,7 +3,7 @@
 # Usage: scripts/test_adapters.sh [FOLDER], from the root of a clone.
 set -euo pipefail
 folder=${1:-$(mktemp -d)}
-for package in reasoning-gym==0.1.25 textarena==0.7.4 skyrl-gym==0.4.0; do
+for package in reasoning-gym==0.1.25 textarena==0.7.4 skyrl-gym==0.4.0 verifiers==0.4.0; do
   name=${package%%==*}
   [ -d "$folder/$name" ] || python3 -m venv "$folder/$name"
   "$folder/$name/bin/pip" install --quiet "$package" pytest pytest-xdist -e . -c constraints.txt

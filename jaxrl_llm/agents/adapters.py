@@ -1,4 +1,4 @@
-"""Environments of other packages: `skyrl_gym:ID`, `textarena:ID`, `reasoning_gym:NAME`.
+"""Environments of other packages, such as `skyrl_gym:ID`, `textarena:ID`, `verifiers:TASKSET`.
 
 Each adapter is a class of environments with `reset` and `step`. Its keyword arguments go to the
 package. A user installs the package.
@@ -154,7 +154,69 @@ def _data_set(id: str, seed: int, size: int, settings: Sequence[tuple[str, Any]]
     return reasoning_gym.create_dataset(id, seed=seed, size=size, **dict(settings))
 
 
+class Verifiers:
+    """A task of a taskset of verifiers 0.4, with one answer. Its rewards are added with weights.
+
+    The task is the row's `index`, else one that all samples of a prompt share. Rewards that need a
+    runtime of the package (a container, a program) are refused.
+    """
+
+    def __init__(self, *, id: str, **settings: Any) -> None:
+        self._id = id
+        self._tasks = _tasks(id, tuple(settings.items()))
+        self._task: Any = None
+
+    def reset(self, index: int | None = None, group_seed: int = 0) -> Observation:
+        """Ask."""
+        place = group_seed % len(self._tasks) if index is None else int(index)
+        self._task = self._tasks[place]
+        prompt = self._task.data.prompt or ""
+        if isinstance(prompt, str):
+            return prompt
+        return [message.model_dump(exclude_none=True) for message in prompt]
+
+    async def step(self, action: str) -> Step:
+        """Score the answer."""
+        import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.types import (  # pyright: ignore[reportMissingImports]
+            AssistantMessage,
+            UserMessage,
+        )
+
+        data = self._task.data
+        asked = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+        said = [(message, False) for message in asked or ()]
+        said.append((AssistantMessage(content=action), True))
+        nodes = [
+            vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=sampled)
+            for i, (message, sampled) in enumerate(said)
+        ]
+        trace = vf.Trace(
+            task=vf.TraceTask(type=type(self._task).__name__, data=data),
+            agent=vf.AgentInfo(config=vf.AgentConfig()),
+            nodes=nodes,
+        )
+        await self._task.score(trace)
+        if not trace.rewards:
+            raise ValueError(f"verifiers:{self._id} gives no reward without a runtime of its own")
+        return Step(reward=trace.reward, done=True, info=dict(trace.metrics))
+
+
+@cache
+def _tasks(id: str, settings: Sequence[tuple[str, Any]]) -> Sequence[Any]:
+    from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
+        load_taskset,
+        taskset_config_type,
+    )
+
+    taskset = load_taskset(taskset_config_type(id)(id=id, **dict(settings)))
+    if not taskset.bounded:
+        raise ValueError(f"verifiers:{id} has no end of tasks: give it a limit in its settings")
+    return list(taskset)
+
+
 ADAPTERS: Mapping[str, type] = {
+    "verifiers": Verifiers,
     "skyrl_gym": SkyRLGym,
     "textarena": TextArena,
     "reasoning_gym": ReasoningGym,

@@ -88,6 +88,52 @@ def test_skyrl_gym():
         opened("skyrl_gym:gsm8")
 
 
+TASKSET = """
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Reverse(vf.Task[Data]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward(weight=0.5)
+    async def short(self, trace) -> float:
+        return float(len(trace.last_reply) < 5)
+
+    @vf.metric
+    async def length(self, trace) -> float:
+        return len(trace.last_reply)
+
+
+class ReverseTaskset(vf.Taskset[Reverse]):
+    def load(self):
+        for word in ("abc", "hello"):
+            yield Reverse(Data(prompt=f"Reverse {word}.", answer=word[::-1]), self.config.task)
+
+
+__all__ = ["ReverseTaskset"]
+"""
+
+
+def test_verifiers(tmp_path, monkeypatch):
+    """A taskset of ours, whose rewards have weights."""
+    pytest.importorskip("verifiers")
+    (tmp_path / "reverse_words.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    answers = [("cba", 0, 2.5), ("abc", 0, 0.5), ("olleh", 1, 2.0), ("wrong", 1, 0.0)]
+    samples = [sample_of(CHAR, i, "Do it. ", [a[0]], index=a[1]) for i, a in enumerate(answers)]
+    done = run("verifiers:reverse_words", samples)
+    assert [t.reward for t in done] == [answer[2] for answer in answers]
+    assert CHAR.decode(done[2].prompt_ids) == "Do it. Reverse hello."
+    with pytest.raises(ValueError, match="reverse_wordz"):
+        opened("verifiers:reverse_wordz")
+
+
 def test_an_adapter_keeps_the_sampled_answer():
     from jaxrl_llm.agents.adapters import SkyRLGym
 

@@ -22,7 +22,8 @@ PACKAGES = {"tensorboard": "tensorboardX"} | {n: n for n in ("wandb", "trackio",
 # The argument of `rl.train` for objects of a Python program, by the begin of their key.
 WHERE = {"rollout.tools": "tools", "rollout.environment": "environment", "reward": "rewards"}
 # Packages of environments by the begin of a path, such as textarena:GuessTheNumber-v0.
-ADAPTED = {n: n.replace("_", "-") for n in ("skyrl_gym", "textarena", "reasoning_gym")}
+NAMES = ("skyrl_gym", "textarena", "reasoning_gym", "verifiers")
+ADAPTED = {name: name.replace("_", "-") for name in NAMES}
 
 
 def rows(c: Config) -> Faults:

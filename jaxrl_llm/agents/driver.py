@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from jaxrl_llm.agents.conversation import Append, Budgets, Conversation, End
 from jaxrl_llm.agents.environments import EnvironmentInfo
-from jaxrl_llm.agents.observations import Observations
+from jaxrl_llm.agents.observations import Observations, digest_of
 from jaxrl_llm.agents.sessions import Action, Answer, Calls, Grade, Reset, Say, Value
 from jaxrl_llm.agents.styles import ChatStyle, PlainStyle, Style
 from jaxrl_llm.agents.tools import Schema
@@ -95,6 +95,7 @@ class DriverSettings:
     max_prompt_length: int = 0  # tokens of a prompt with its tools; 0: no limit
     tool_timeout_s: float = 30.0  # seconds of a call
     max_retries: int = 1  # further tries with a new environment
+    origin: str = ""  # stands for the code and settings of tools and environments
 
 
 @dataclass(eq=False)
@@ -109,6 +110,7 @@ class _Live:
     sequence: Any = None
     history: list[tuple[Action, Value]] = field(default_factory=list)
     num_answers: int = 0
+    digest: str = ""  # stands for the actions so far, and for what they depend on
     retries: int = 0
     differs: bool = False
     since: float = 0.0
@@ -191,7 +193,7 @@ class Driver:
         """Begin a sample. Raises ValueError for a row that names no environment or tool here."""
         index = self._environment_of(sample.prompt.columns)
         info = None if index is None else self._tools.description.environments[index]
-        live = _Live(sample, info)
+        live = _Live(sample, info, digest=f"{self._settings.origin} {sample.prompt.token_ids}")
         self._open.add(live)
         if info is None or index is None:
             self._begin(engine, live, None)
@@ -373,16 +375,19 @@ class Driver:
         sample = live.sample
         if self._observations is None or sample.step < 0:
             return None
-        return self._observations.get(sample.step, sample.sample, live.num_answers, action)
+        digest = digest_of(live.digest, action)
+        return self._observations.get(sample.step, sample.sample, live.num_answers, digest)
 
     def _take(self, live: _Live, action: Action, value: Value) -> Value:
         """The answer that counts: the recorded one, else this one, which is recorded."""
         known = self._recorded(live, action)
+        live.digest = digest_of(live.digest, action)
         if known is not None:
             live.differs |= known[0] != value
             value = known[0]
         elif self._observations is not None and (sample := live.sample).step >= 0:
-            self._observations.put(sample.step, sample.sample, live.num_answers, action, value)
+            key = sample.step, sample.sample, live.num_answers
+            self._observations.put(*key, live.digest, value)
         live.num_answers += 1
         return value
 

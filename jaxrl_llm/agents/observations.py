@@ -29,17 +29,20 @@ class Observations:
         self._steps: dict[int, tuple[IO[str], dict[str, Any]]] = {}  # steps in work
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, step: int, sample: int, number: int, action: Action) -> tuple[Value] | None:
-        """The recorded answer to the action that is `number` in its sample; None without one."""
+    def get(self, step: int, sample: int, number: int, digest: str) -> tuple[Value] | None:
+        """The recorded answer to the action that is `number` in its sample; None without one.
+
+        `digest` is the `digest_of` the action: another action has another answer.
+        """
         known = self._opened(step)[1].get(_key(sample, number))
-        if known is None or known["action"] != _digest(action):
+        if known is None or known["action"] != digest:
             return None
         return (_value_of(known["value"]),)
 
-    def put(self, step: int, sample: int, number: int, action: Action, value: Value) -> None:
+    def put(self, step: int, sample: int, number: int, digest: str, value: Value) -> None:
         """Write an answer. It is with the system, and a killed process cannot lose it."""
         file, _ = self._opened(step)
-        line = {"key": _key(sample, number), "action": _digest(action), "value": _plain(value)}
+        line = {"key": _key(sample, number), "action": digest, "value": _plain(value)}
         file.write(json.dumps(line) + "\n")
         file.flush()
 
@@ -77,11 +80,11 @@ def _key(sample: int, number: int) -> str:
     return f"{sample}/{number}"
 
 
-def _digest(action: Action) -> str:
-    """Stands for an action; columns of a row are not compared."""
-    text = repr(
-        (type(action).__name__, getattr(action, "text", None), getattr(action, "calls", None))
-    )
+def digest_of(before: str, action: Action) -> str:
+    """Stands for an action and what came `before` it in its sample: digests, settings, texts."""
+    columns = json.dumps(getattr(action, "columns", None), default=str, sort_keys=True)
+    said = getattr(action, "text", None), getattr(action, "calls", None)
+    text = repr((before, type(action).__name__, columns, *said))
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
 

@@ -38,9 +38,16 @@ def has_turns(config: c.Config) -> bool:
 
 
 def open_driver(
-    config: c.Config, tokenizer: Tokenizer, *, max_context: int, folder: Path | None = None
+    config: c.Config,
+    tokenizer: Tokenizer,
+    *,
+    max_context: int,
+    folder: Path | None = None,
+    origin: str = "",
 ) -> Driver:
     """The driver of a run. Close it at the end. `folder` keeps the observations for a resume.
+
+    Observations of another `origin` are not used: it stands for code and settings.
 
     Raises: ValueError, with the remedy, for tools and environments that cannot be loaded.
     """
@@ -66,6 +73,7 @@ def open_driver(
         max_prompt_length=config.data.max_prompt_length,
         tool_timeout_s=rollout.tool_timeout_s,
         max_retries=rewards.max_retries,
+        origin=origin,
     )
     tools = open_tools(
         setup,

@@ -2,56 +2,74 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from jaxrl_llm.agents.trajectory import Trajectory, Turn
+from jaxrl_llm.agents.trajectory import Trajectory
+
+Record = dict[str, Any]  # what metrics need of a trajectory, in JSON's types
 
 
-def metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of a step by name; empty without trajectories.
+def records(trajectories: Sequence[Trajectory]) -> list[Record]:
+    """One record a trajectory. They are small, so processes can exchange them."""
+    return [
+        {
+            "failed": t.failed,
+            "failure": t.failure.partition(":")[0],
+            "stop_reason": t.stop_reason,
+            "retries": t.num_retries,
+            "differs": t.differs,
+            "turns": [turn.end - turn.start for turn in t.turns],
+            "observed": len(t.mask) - sum(t.mask),
+            "calls": [call.status for turn in t.turns for call in turn.calls],
+            "failed_calls": sum(turn.num_failed for turn in t.turns),
+            "cut": sum(turn.num_cut for turn in t.turns),
+            "reward": t.reward,
+            "tool_s": t.tool_s,
+        }
+        for t in trajectories
+    ]
+
+
+def metrics(samples: Sequence[Record]) -> dict[str, float]:
+    """Metrics of a step by name; empty without samples.
 
     Turns are calls of the model. Lengths are in tokens: of a turn, of the observations of a sample.
     """
-    if not trajectories:
+    if not samples:
         return {}
-    number = len(trajectories)
-    valid = [t for t in trajectories if not t.failed]
+    number = len(samples)
+    valid = [sample for sample in samples if not sample["failed"]]
     result = {
         "env/masked_frac": (number - len(valid)) / number,
-        "env/retries": float(sum(t.num_retries for t in trajectories)),
-        "env/differs": float(sum(t.differs for t in trajectories)),
+        "env/retries": float(sum(sample["retries"] for sample in samples)),
+        "env/differs": float(sum(sample["differs"] for sample in samples)),
     }
-    for kind, count in Counter(t.failure.partition(":")[0] for t in trajectories).items():
+    for kind, count in Counter(sample["failure"] for sample in samples).items():
         if kind:
             result[f"env/failures/{kind.replace(' ', '_')}"] = float(count)
-    for reason, count in Counter(t.stop_reason for t in trajectories).items():
+    for reason, count in Counter(sample["stop_reason"] for sample in samples).items():
         result[f"stop/{reason}"] = count / number
     if valid:
         result |= _of_valid(valid)
     return result
 
 
-def _of_valid(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    turns = [turn for t in trajectories for turn in t.turns]
-    calls = [call for turn in turns for call in turn.calls]
-    observed = [len(t.mask) - sum(t.mask) for t in trajectories]
+def _of_valid(samples: Sequence[Record]) -> dict[str, float]:
+    calls = [status for sample in samples for status in sample["calls"]]
     result = {
-        **_spread("num_turns", [len(t.turns) for t in trajectories]),
-        **_spread("observation_length", observed),
-        **_spread("turn_length", [turn.end - turn.start for turn in turns]),
-        **_spread("env_s", [t.tool_s for t in trajectories]),
-        "tools/call_frequency": len(calls) / len(trajectories),
+        **_spread("num_turns", [len(sample["turns"]) for sample in samples]),
+        **_spread("observation_length", [sample["observed"] for sample in samples]),
+        **_spread("turn_length", [length for sample in samples for length in sample["turns"]]),
+        **_spread("env_s", [sample["tool_s"] for sample in samples]),
+        "tools/call_frequency": len(calls) / len(samples),
     }
     if calls:
-        result["tools/failure_frequency"] = _share(turns, "num_failed", len(calls))
-        result["tools/truncated_frac"] = _share(turns, "num_cut", len(calls))
-        for status, count in Counter(call.status for call in calls).items():
+        for name, key in (("failure_frequency", "failed_calls"), ("truncated_frac", "cut")):
+            result[f"tools/{name}"] = sum(sample[key] for sample in samples) / len(calls)
+        for status, count in Counter(calls).items():
             result[f"parse/{status}"] = count / len(calls)
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     return result | (_spread("env/reward", rewards) if rewards else {})
-
-
-def _share(turns: Sequence[Turn], name: str, number: int) -> float:
-    return sum(getattr(turn, name) for turn in turns) / number
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -6,18 +6,20 @@ Each process grades the samples that it owns. One grade a sample is gathered.
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.agents.statistics import metrics as turn_metrics
+from jaxrl_llm.agents.statistics import records
 from jaxrl_llm.agents.trajectory import Trajectory
 from jaxrl_llm.config import Config, Custom, ExactAnswer, Grader
 from jaxrl_llm.data.collating import prompt_batch
@@ -50,7 +52,11 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.conversing import (
     Conversations,
     completions_of_turns,
+    environment_failures,
+    traced,
+    turn_columns,
     validation_samples,
+    with_turns,
 )
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.roles import Role, sampling_model
@@ -89,6 +95,7 @@ class Validation:
     grades: np.ndarray  # float32, one a sample
     preds: list[Any]  # what the grader read in each sample; None where it does not say
     failures: dict[int, list[str]]  # by place in these lists: why a sample could not be graded
+    extras: list[dict[str, Any]] | None = None  # the trace's, of answers of several turns
 
 
 class Validator:
@@ -108,10 +115,14 @@ class Validator:
         seed: int,
         memory: float = 0.0,
         turns: Conversations | None = None,
-        graded_by_environment: bool = False,
+        environment: Literal["none", "added", "alone"] = "none",
     ):
-        """`turns` answers where the run has tools or environments."""
-        self._turns, self._graded_by_environment = turns, graded_by_environment
+        """`turns` answers where the run has tools or environments.
+
+        The reward of an `environment` is added to the grade, or stands alone. A source with a
+        grader of its own has the grade of that.
+        """
+        self._turns, self._environment = turns, environment
         self.num_prompts = len(prompts)
         self._tokenizer = tokenizer
         self._grader = grader
@@ -226,7 +237,8 @@ class Validator:
         return Validation(
             metrics=accuracy_metrics(sources, grades, self._n, answers)
             | interval_metrics(sources, grades >= CORRECT, self._n)
-            | failure_metrics(sources, failed),
+            | failure_metrics(sources, failed)
+            | self._turn_metrics(trajectories),
             accuracy=float((grades >= CORRECT).mean()),
             num_samples={name: sources.count(name) for name in dict.fromkeys(sources)},
             indices=indices,
@@ -235,7 +247,17 @@ class Validator:
             grades=graded.scores,
             preds=[_answer(extras) for extras in graded.extras],
             failures=graded.reasons(),
+            extras=None if self._turns is None else [traced(each) for each in trajectories],
         )
+
+    def _turn_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """Turns of an answer, over all processes."""
+        if self._turns is None:
+            return {}
+        everyone = gather_objects(records(trajectories), "turns")
+        measured = turn_metrics([sample for own in everyone for sample in own])
+        named = {name: x for name, x in measured.items() if name.startswith("num_turns/")}
+        return {f"val-aux/{name}": value for name, value in named.items()}
 
     def _converse(
         self, params: Params, step: int, prompts: list[Prompt], numbers: list[int]
@@ -259,14 +281,28 @@ class Validator:
         trajectories: list[Trajectory],
         step: int,
     ) -> Grades:
-        """The grades; where the environment alone gives rewards in training, its own."""
-        if not trajectories or not self._graded_by_environment:
+        """The grades of graders and of the environment. A sample that failed has 0."""
+        if self._turns is None:
             return self._grader.score(prompts, completions, step)
-        return Grades(
-            scores=np.array([trajectory.reward or 0.0 for trajectory in trajectories], np.float32),
-            extras=[{} for _ in trajectories],
-            failures=[],
-        )
+        prompts = with_turns(prompts, trajectories)
+        named = [prompt.data_source in self._grader.by_source for prompt in prompts]
+        rows = [
+            i
+            for i, trajectory in enumerate(trajectories)
+            if not trajectory.failed and (named[i] or self._environment != "alone")
+        ]
+        own = self._grader.score([prompts[i] for i in rows], [completions[i] for i in rows], step)
+        scores = np.zeros(len(prompts), np.float32)
+        scores[rows] = own.scores
+        extras: list[dict[str, Any]] = [{} for _ in prompts]
+        for i, extra in zip(rows, own.extras, strict=True):
+            extras[i] = extra
+        for i, trajectory in enumerate(trajectories):
+            if self._environment != "none" and not named[i] and not trajectory.failed:
+                scores[i] += trajectory.reward or 0.0
+        failures = [replace(failure, index=rows[failure.index]) for failure in own.failures]
+        failures += environment_failures(prompts, trajectories)
+        return Grades(scores=scores, extras=extras, failures=failures)
 
     def _all_grades(
         self, indices: list[int], prompts: list[Prompt], graded: Grades
@@ -362,15 +398,18 @@ def open_validator(
     validation, stops = config.validation, stops_of(config, tokenizer)
     grader = open_graders(config, stack)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
-    graded_by_environment = (
-        bool(config.rollout.environment)
-        and not config.reward.functions
-        and validation.grader is None
-    )
-    if not graded_by_environment:
-        grader.check(columns_by_source(prompts), config.data.columns)
-        own = [prompts[index] for index in own_indices(prompts)]
-        refuse_unreadable(gather_objects(grader.unreadable(own), "right answers"), "held-out")
+    environment: Literal["none", "added", "alone"] = "none"
+    if config.rollout.environment and validation.grader is None:
+        environment = "added" if config.reward.functions else "alone"
+    columns: Mapping[str, Sequence[str]] = columns_by_source(prompts)
+    if turns is not None:
+        columns = {source: [*names, *turn_columns()] for source, names in columns.items()}
+    own = [prompts[index] for index in own_indices(prompts)]
+    if environment == "alone":
+        columns = {source: names for source, names in columns.items() if source in grader.by_source}
+        own = [prompt for prompt in own if prompt.data_source in grader.by_source]
+    grader.check(columns, config.data.columns)
+    refuse_unreadable(gather_objects(grader.unreadable(own), "right answers"), "held-out")
     return Validator(
         prompts,
         role=actor,
@@ -395,7 +434,7 @@ def open_validator(
         seed=config.seed,
         memory=validation.memory_gb * GB,
         turns=turns,
-        graded_by_environment=graded_by_environment,
+        environment=environment,
     )
 
 

@@ -7,7 +7,7 @@ Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L l
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ import numpy as np
 
 from jaxrl_llm.agents.driver import Driver, Sample
 from jaxrl_llm.agents.setup import has_turns, open_driver
-from jaxrl_llm.agents.statistics import metrics
+from jaxrl_llm.agents.statistics import metrics, records
 from jaxrl_llm.agents.trajectory import Trajectory
+from jaxrl_llm.checkpoint.identity import file_digests
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import replicated, shardings
 from jaxrl_llm.generation.engine import generation_form
@@ -33,7 +35,9 @@ from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.plan.generating import SAMPLED, Generation
 from jaxrl_llm.plan.roles import Role, sampling_model
+from jaxrl_llm.plan.scores import ENVIRONMENT
 from jaxrl_llm.program.stage import HOST, Stage, StageOutput, StepContext
+from jaxrl_llm.rewards.manager import RewardFailure
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
 
@@ -152,8 +156,8 @@ class Conversations:
 class Converse(Stage):
     """Samples answers of several turns, `n` a prompt, with tools and environments.
 
-    Observed tokens stand in the response with mask 0. A sample that failed has an empty response;
-    the reward stage leaves it out.
+    Observed tokens stand in the response with mask 0. A sample that failed is left out by the
+    reward stage, or has a reward of its own: then it is learned from as far as it came.
     """
 
     model: Role
@@ -164,6 +168,7 @@ class Converse(Stage):
     pad_id: int
 
     generates = True
+    gathers = True
     name = "gen"
     role = HOST
 
@@ -235,7 +240,9 @@ class Converse(Stage):
         for row, trajectory in enumerate(trajectories):
             sequence = sequences.get(trajectory.sample)
             self._write(writes, row, prompts[row], trajectory, sequence)
-        return StageOutput(writes, metrics(trajectories) | counts)
+        everyone = gather_objects([records(trajectories), counts], "turns")
+        steps = {name: max(own[name] for _, own in everyone) for name in counts}
+        return StageOutput(writes, metrics([x for own, _ in everyone for x in own]) | steps)
 
     def _write(
         self,
@@ -248,7 +255,7 @@ class Converse(Stage):
         """Write one sample into the fields."""
         writes["prompts"][row, : len(prompt)] = prompt
         writes["prompt_lengths"][row] = len(prompt)
-        if trajectory.failed:
+        if prompt != trajectory.prompt_ids:  # it failed before it began
             return
         length = len(trajectory.response_ids)
         writes["responses"][row, :length] = trajectory.response_ids
@@ -273,13 +280,13 @@ class Converse(Stage):
 def _prompts_of_groups(
     samples: Sequence[Sample], trajectories: Sequence[Trajectory]
 ) -> list[tuple[int, ...]]:
-    """The prompt of each sample. A sample that failed takes the prompt of its group.
+    """The prompt of each sample. One that failed at once takes the prompt of its group.
 
     Raises: ValueError where samples of one prompt begin differently, as rows share a prompt.
     """
     known: dict[int, tuple[int, ...]] = {}
     for trajectory in trajectories:
-        if trajectory.failed:
+        if not trajectory.turns:  # it failed before it began
             continue
         first = known.setdefault(trajectory.group, trajectory.prompt_ids)
         if first != trajectory.prompt_ids:
@@ -323,7 +330,15 @@ def open_conversations(
         return None
     if folder is not None:
         folder = folder / f"process{jax.process_index()}"
-    driver = open_driver(config, tokenizer, max_context=config.data.max_row_length, folder=folder)
+    rollout, files = config.rollout, file_digests(config)
+    own = {name: digest for name, digest in files.items() if name.startswith("config.rollout.")}
+    driver = open_driver(
+        config,
+        tokenizer,
+        max_context=config.data.max_row_length,
+        folder=folder,
+        origin=f"{config.seed} {rollout.tools} {rollout.environment} {own}",
+    )
     return Conversations(config, tokenizer, driver)
 
 
@@ -354,4 +369,61 @@ def completions_of_turns(trajectories: Sequence[Trajectory]) -> list[Completion]
             finished=not trajectory.truncated,
         )
         for trajectory in trajectories
+    ]
+
+
+def with_turns(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Prompt]:
+    """The prompts as they were sent, with columns that a reward function may ask for."""
+    return [
+        replace(
+            prompt,
+            token_ids=trajectory.prompt_ids or prompt.token_ids,
+            columns=prompt.columns | turn_columns(trajectory),
+        )
+        for prompt, trajectory in zip(prompts, trajectories, strict=True)
+    ]
+
+
+def turn_columns(trajectory: Trajectory | None = None) -> dict[str, Any]:
+    """Columns of an answer of several turns. Without one, their names count."""
+    trajectory = trajectory or Trajectory(id="", sample=0, group=0, prompt_ids=())
+    return {
+        "messages": [*trajectory.messages],
+        "num_turns": len(trajectory.turns),
+        "num_tool_calls": sum(len(turn.calls) for turn in trajectory.turns),
+        "stop_reason": trajectory.stop_reason,
+        "environment_reward": trajectory.reward,
+    }
+
+
+def traced(trajectory: Trajectory) -> dict[str, Any]:
+    """The part of the trace that only answers of several turns have."""
+    turns = [
+        {"start": turn.start, "end": turn.end, "reward": turn.reward, "failed": turn.num_failed}
+        for turn in trajectory.turns
+    ]
+    return {
+        "trajectory": trajectory.id,
+        "stop_reason": trajectory.stop_reason,
+        "turns": turns,
+        "messages": [*trajectory.messages],
+        "tool_s": round(trajectory.tool_s, 3),
+    }
+
+
+def environment_failures(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]
+) -> list[RewardFailure]:
+    """The trajectories whose tools or environment failed, as samples without a reward."""
+    return [
+        RewardFailure(
+            function=ENVIRONMENT,
+            index=index,
+            kind=trajectory.stop_reason,
+            message=trajectory.failure,
+            prompt=prompt.text,
+            completion=trajectory.text,
+        )
+        for index, (prompt, trajectory) in enumerate(zip(prompts, trajectories, strict=True))
+        if trajectory.failed
     ]

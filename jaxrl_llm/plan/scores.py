@@ -248,11 +248,12 @@ class ArrayReward(HostReward):
 
 def planned_reward(config: Config) -> ArrayReward | None:
     """The reward functions of a run that is only planned: their names, and no worker."""
-    if not config.reward.functions and not config.rollout.environment:
+    if not config.reward.functions and not has_turns(config):
         return None
     names = unique_names([path_and_settings(function) for function in config.reward.functions])
     names = [*names, ENVIRONMENT] if has_turns(config) else names
     masks = config.reward.on_failure == "mask" or config.rollout.mask_truncated
+    masks = masks or has_turns(config)
     return ArrayReward(lambda responses, lengths: lengths, names=tuple(names), masks=masks)
 
 

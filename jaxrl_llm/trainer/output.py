@@ -34,6 +34,7 @@ from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers, tracker_names
+from jaxrl_llm.plan.conversing import with_turns
 from jaxrl_llm.plan.generating import Generate
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
@@ -232,6 +233,8 @@ class RunOutput(MetricsLog):
                 scores = np.where(reward.failed != 0, np.float32(np.nan), scores)
         owned = context.rows.owned
         prompts = context.prompts_of(owned)
+        if context.trajectories:
+            prompts = with_turns(prompts, context.trajectories)
         if self._trace is not None:
             self._trace.write(
                 "train" + self._suffix,
@@ -296,6 +299,7 @@ class RunOutput(MetricsLog):
                 prompts=validation.prompts,
                 completions=validation.completions,
                 scores=validation.grades,
+                extras=validation.extras,
                 failures=validation.failures,
                 indices=validation.indices,
             )

@@ -25,6 +25,31 @@ from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
 
 
+@dataclass
+class FailedSteps:
+    """Counts the last steps in which all samples failed, and ends a run of `most` of them."""
+
+    most: int
+    _steps: list[tuple[int, str]] = field(default_factory=list, init=False)  # with first failures
+
+    def count(self, step: int, num_failed: int, number: int, first: Sequence[str]) -> None:
+        """Take in a step with `number` samples; `first` has the first failure of each process.
+
+        Raises: ValueError at the `most`-th failed step in a row.
+        """
+        if num_failed < number:
+            self._steps.clear()
+        elif number:
+            self._steps.append((step, next(text for text in first if text)))
+        if len(self._steps) == self.most:
+            named = named_steps([step for step, _ in self._steps])
+            raise ValueError(
+                f"every reward of {named} failed, so nothing is learned. The first: "
+                f"{self._steps[0][1]}. Fix the reward function, the tool or the environment; the "
+                "same command then goes on from the last checkpoint"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctions(HostReward):
     """The reward functions of a run, on text."""
@@ -33,11 +58,9 @@ class RewardFunctions(HostReward):
     tokenizer: Tokenizer
     stops: Stops
     process_rewards: bool = False  # rewards of steps go to the tokens that end them
-    most_failed: int = MOST_STEPS  # calls in a row in which no sample got a reward
     masks_failed: bool = False  # failed samples are left out
     masks_truncated: bool = False  # samples that were cut at the maximum length are left out
-    # Last steps in which all samples failed, each with its first failure.
-    _failed: list[tuple[int, str]] = field(default_factory=list)
+    failing: "FailedSteps" = field(default_factory=lambda: FailedSteps(MOST_STEPS))
 
     def check(self, config: Config, prompts: Sequence[Prompt]) -> None:
         """Refuse functions that ask for a column that no prompt has, or can read no right answer.
@@ -66,7 +89,7 @@ class RewardFunctions(HostReward):
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Scores [N] and their parts [N, K], float32, of the owned rows; metrics of all rows.
 
-        Raises: ValueError when all rewards of all processes failed in `most_failed` calls in a row.
+        Raises: ValueError when all rewards of all processes failed, as `failing` says.
         """
         prompts = context.prompts_of(context.rows.owned)
         return self.score_of(context, step, prompts, self._completions(answers))
@@ -92,18 +115,8 @@ class RewardFunctions(HostReward):
         own = [reward.statistics.to_json(), len(reward.scores), first]
         everyone = gather_objects(own, "rewards")
         statistics = merge(counts for counts, _, _ in everyone)
-        if statistics.num_failed < sum(number for _, number, _ in everyone):
-            self._failed.clear()
-        else:
-            self._failed.append((step, next(text for _, _, text in everyone if text)))
-        if len(self._failed) == self.most_failed:
-            steps = [step for step, _ in self._failed]
-            _, first = self._failed[0]
-            raise ValueError(
-                f"every reward of {named_steps(steps)} failed, so nothing is learned. The first: "
-                f"{first}. Fix the reward function; the same command then goes on from the last "
-                "checkpoint"
-            )
+        number = sum(number for _, number, _ in everyone)
+        self.failing.count(step, statistics.num_failed, number, [first for *_, first in everyone])
         return reward.scores, columns, statistics.metrics()
 
     def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
@@ -171,5 +184,5 @@ def open_reward(config: Config, tokenizer: Tokenizer, stack: ExitStack) -> Rewar
         process_rewards=rewards.process_rewards,
         masks_failed=rewards.on_failure == "mask",
         masks_truncated=config.rollout.mask_truncated,
-        most_failed=min(MOST_STEPS, config.total_steps),
+        failing=FailedSteps(min(MOST_STEPS, config.total_steps)),
     )

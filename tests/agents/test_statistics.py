@@ -1,9 +1,11 @@
 """Metrics of trajectories, by hand."""
 
+import json
+
 import pytest
 
 from jaxrl_llm.agents.call_formats import Call
-from jaxrl_llm.agents.statistics import metrics
+from jaxrl_llm.agents.statistics import metrics, records
 from jaxrl_llm.agents.trajectory import Trajectory, Turn
 
 
@@ -14,7 +16,7 @@ def trajectory(number, turns, mask, **fields):
 
 def test_by_hand():
     right, wrong = Call("f", "{}", {}), Call("", "{", {}, "invalid_json", "no")
-    done = metrics(
+    samples = records(
         [
             trajectory(
                 0,
@@ -31,7 +33,7 @@ def test_by_hand():
             trajectory(3, [], [], stop_reason="timeout", failure="timeout: late", differs=True),
         ]
     )
-    assert done == {
+    assert metrics(json.loads(json.dumps(samples))) == {
         "env/masked_frac": 0.5,
         "env/retries": 2.0,
         "env/differs": 1.0,
@@ -48,6 +50,6 @@ def test_by_hand():
         **{"env/reward/mean": 1.5, "env/reward/min": 1.5, "env/reward/max": 1.5},
     }
     assert metrics([]) == {}
-    assert set(metrics([trajectory(0, [], [], stop_reason="aborted")])) == {
+    assert set(metrics(records([trajectory(0, [], [], stop_reason="aborted")]))) == {
         *("env/masked_frac", "env/retries", "env/differs", "stop/aborted"),
     }

@@ -49,7 +49,7 @@ class Talks:
 def environment(tmp_path, text):
     name = text.split()[1].rstrip(":")
     file = tmp_path / f"{name.lower()}.py"
-    file.write_text("from jaxrl_llm.agents.environments import Step\n\n" + text)
+    file.write_text(f"import os, time\nfrom jaxrl_llm.agents.environments import Step\n{text}")
     return f"{file}:{name}"
 
 
@@ -96,3 +96,83 @@ def test_observations_are_not_learned_from(tmp_path):
             rows = [x for x in samples if x["step"] == step["training/global_step"]]
             assert step["num_turns/mean"] == np.mean([len(x["turns"]) for x in rows])
             assert step["env/masked_frac"] == 0
+
+
+FAILS = """
+class Fails:
+    stop = tuple("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+    def reset(self, prompt, seed):
+        self.turns, self.kind = 0, KIND
+        if self.kind == 4:
+            raise ValueError("it fails at once")
+
+    def step(self, action):
+        self.turns += 1
+        print("x" * 100_000)
+        if self.kind == 8:
+            raise KeyError("it raises at once")
+        if self.turns == 2:
+            if self.kind == 0:
+                raise KeyError("it raises")
+            if self.kind == 1:
+                time.sleep(60)
+            if self.kind == 2:
+                os._exit(3)
+            if self.kind == 3:
+                return Step("1", float("nan"), False, {})
+        return Step("12", 0.5 * len(action), self.turns == 3, {})
+"""
+LIMITS = {"rollout.tool_timeout_s": 0.7, "rollout.n": 4, "log.trace_details": 16}
+
+
+@pytest.mark.parametrize("on_failure", ["mask", "value"])
+def test_samples_that_fail_are_no_rewards(tmp_path, on_failure):
+    """Advantages by hand: of the others alone, or with the value."""
+    folder = tmp_path / "fails"
+    samples = run(
+        folder,
+        **{
+            "rollout.environment": [environment(tmp_path, FAILS.replace("KIND", "seed % 8"))],
+            "reward.on_failure": on_failure,
+            "total_steps": 1,
+        },
+        **({"reward.failure_value": -1.0} if on_failure == "value" else {}),
+        **LIMITS,
+    )
+    (step,) = [x for x in metrics(folder) if "num_turns/mean" in x]
+    failed = [x["stop_reason"] in ("failed", "timeout") for x in samples]
+    assert 3 < sum(failed) < len(samples) - 3
+    assert step["env/masked_frac"] == sum(failed) / len(samples)
+    assert step["rewards/environment/failures"] == step["rewards/failures"] == sum(failed)
+    # One that failed at once has no token that could carry a value.
+    left_out = [not x["tokens"] if on_failure == "value" else x["score"] is None for x in samples]
+    assert step["reward/masked_frac"] == sum(left_out) / len(samples) > 0
+    assert step["env/failures/timeout"] == [x["stop_reason"] for x in samples].count("timeout") > 0
+    for first in range(0, len(samples), 4):
+        group = samples[first : first + 4]
+        scores = np.array([x["score"] for x in group], np.float64)
+        valid = [not x for x in left_out[first : first + 4]]
+        if on_failure == "mask":
+            assert valid == [not x for x in failed[first : first + 4]]
+        else:
+            assert (scores[failed[first : first + 4]] == -1).all()
+        known = scores[valid]
+        wanted = np.zeros(4)
+        if len(known) > 1:
+            wanted[valid] = (known - known.mean()) / (known.std(ddof=1) + 1e-6)
+        for sample, advantage in zip(group, wanted, strict=True):
+            own = np.zeros(len(sample["tokens"]))
+            for turn in sample["turns"]:
+                own[turn["start"] : turn["end"]] = advantage
+            np.testing.assert_allclose(sample["details"]["advantages"], own, atol=1e-5)
+    if on_failure == "value":  # what led to a failure is learned from
+        assert any(x["tokens"] for x, bad in zip(samples, failed, strict=True) if bad)
+
+
+def test_a_run_whose_every_sample_fails_ends_with_the_first_error(tmp_path):
+    named = environment(tmp_path, FAILS.replace("KIND", "8"))
+    with pytest.raises(
+        ValueError, match=r"steps 1 to 2 failed.*environment: failed:.*it raises at once"
+    ):
+        run(tmp_path / "run", **{"rollout.environment": [named]}, **LIMITS)

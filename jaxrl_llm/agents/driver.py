@@ -164,11 +164,6 @@ class Driver:
             info = None if index is None else self._tools.description.environments[index]
             self._style(prompt, self._all_tools(prompt, info), info)
 
-    def forget_before(self, step: int) -> None:
-        """Remove the observations of steps that no resume begins again."""
-        if self._observations is not None:
-            self._observations.drop_before(step)
-
     def close(self) -> None:
         """End the processes of tools and environments."""
         self._tools.close()

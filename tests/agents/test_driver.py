@@ -491,9 +491,9 @@ def test_a_resumed_step_reads_its_observations(classes, functions, tmp_path):
         assert [t.differs for t in done] == [False, name == "dice"]
     assert (tmp_path / "calls").read_text() == "xx"
     driver = opened(CHAR, folder=tmp_path / "dice", environment="guess")
-    driver.forget_before(3)
+    driver.drop_before(3)
     assert [*(tmp_path / "dice").iterdir()]
-    driver.forget_before(4)
+    driver.drop_before(4)
     assert not [*(tmp_path / "dice").iterdir()]
     driver.close()
 

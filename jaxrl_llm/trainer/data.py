@@ -138,6 +138,8 @@ def open_plan_and_data(
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         if reward is not None:
             reward.check(config, prompts)
+        if turns is not None and not config.data.streaming:
+            turns.driver.check(prompts)
         num_rows = len(prompts)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))

@@ -176,3 +176,10 @@ def test_a_run_whose_every_sample_fails_ends_with_the_first_error(tmp_path):
         ValueError, match=r"steps 1 to 2 failed.*environment: failed:.*it raises at once"
     ):
         run(tmp_path / "run", **{"rollout.environment": [named]}, **LIMITS)
+
+
+def test_a_row_that_names_no_environment_here_is_refused_before_the_first_step(tmp_path):
+    rows = [row | {"environment": "maze"} for row in ROWS]
+    config = rl.load_config("grpo", SIZES | {"run_dir": str(tmp_path / "run")})
+    with pytest.raises(ValueError, match="environment 'maze'.*has: guess"):
+        rl.train(config, train_data=rows, environment="guess")

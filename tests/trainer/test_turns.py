@@ -180,6 +180,7 @@ def test_a_run_whose_every_sample_fails_ends_with_the_first_error(tmp_path):
 
 def test_a_row_that_names_no_environment_here_is_refused_before_the_first_step(tmp_path):
     rows = [row | {"environment": "maze"} for row in ROWS]
-    config = rl.load_config("grpo", SIZES | {"run_dir": str(tmp_path / "run")})
+    changes = {"run_dir": str(tmp_path / "run"), "rollout.environment": "guess"}
+    config = rl.load_config("grpo", SIZES | changes)
     with pytest.raises(ValueError, match="environment 'maze'.*has: guess"):
-        rl.train(config, train_data=rows, environment="guess")
+        rl.train(config, train_data=rows)

@@ -43,8 +43,8 @@ Commands are stored as they were run; `config.algorithm.settings.X` of that time
 """  # noqa: E501
 SECTIONS = {
     "How fast does it generate?": """gen-1.5b-mix gen-7b-mix gen-1.5b-1 gen-1.5b-64 gen-1.5b-256
-        gen-1.5b-1024 gen-7b-1 gen-7b-64 gen-7b-256 gen-7b-4096 prefill-7b
-        gen-lora-float8-16layers-70b gen-hybrid-2b gen-30b-a3b""",
+        gen-7b-1 gen-7b-64 gen-7b-256 gen-7b-4096 prefill-7b
+        gen-hybrid-2b gen-30b-a3b gen-qwen3-14b-groups""",
     "How fast does it train?": """update-0.5b update-1.5b update-1.5b-long update-1.5b-32k
         update-1.5b-mix update-7b update-7b-a1b logprob-1.5b logprob-7b logprob-7b-a1b
         logprob-30b-a3b""",

@@ -188,7 +188,8 @@ class Appended(SessionCase):
         for sequence in self.sequences:  # more ids to compare than the turns have
             self.engine.append(sequence, self.ids(self.turn), limit=2 * self.turn)
         self._work()
-        again = [list(x.tokens) for x in self.sequences]
+        first = self.sequences
+        again = [list(x.tokens) for x in first]
         for sequence in self.sequences:
             self.engine.finish(sequence)
         self.whole = []
@@ -207,7 +208,7 @@ class Appended(SessionCase):
             self.engine.add(ids, limit=1, seed_key=key, sample_id=i) for i, ids in enumerate(again)
         ]
         self._work()
-        return self.agree(self.sequences)
+        return self.agree(first)
 
     def _work(self) -> None:
         while self.engine.has_work:

@@ -20,7 +20,8 @@ from jaxrl_llm.launch.runtime import IN_ORDER
 from jaxrl_llm.observability.garbage import end_without_search
 
 # A mesh may be smaller than the machine, so that tests of one device and of several share a
-# process. Processes that tests start have one device, as a user's do.
+# process. Other processes have one device, as a user's do. A `TinyRun` has as many: programs of
+# another number of devices are compiled again.
 NUM_DEVICES = 8
 
 # Folders with long files first, so that no worker is left with one at the end.

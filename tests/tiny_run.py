@@ -133,7 +133,9 @@ class TinyRun:
     def process(self, *flags: str, launcher: list[str] = TRAIN) -> Iterator[subprocess.Popen[str]]:
         """The run as a process, as a shell would start it; never left behind."""
         command = [*launcher, *self.arguments, *self.flags, *flags]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        # With another number of devices it would compile again what the tests have compiled.
+        devices = {"JAX_NUM_CPU_DEVICES": str(jax.device_count("cpu"))}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **devices}
         with open(self._log, "a") as log:
             process = subprocess.Popen(
                 command,

@@ -106,8 +106,8 @@ def test_frozen_roles_without_a_file_are_refused(run: TinyRun, tmp_path: Path, n
 
 def test_frozen_roles_of_another_run_are_refused(run: TinyRun, tmp_path: Path) -> None:
     """The run went on with the reference of another run, which is sound, and so with another KL."""
-    other = TinyRun(tmp_path / "other", "--config.seed=5", "--config.total_steps=1")
-    other.finish_here("--config.warmup=null")
+    other = TinyRun(tmp_path / "other", "--config.warmup=null", "--config.total_steps=1")
+    other.finish_here()  # without the warm-up its reference is another one
     again = copied(run, tmp_path)
     shutil.rmtree(again.step_path(TOTAL_STEPS))
     shutil.rmtree(again.checkpoints / "frozen")

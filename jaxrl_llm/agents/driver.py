@@ -7,7 +7,7 @@ Nothing waits for the slowest tool.
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -113,6 +113,8 @@ class _Live:
     digest: str = ""  # stands for the actions so far, and for what they depend on
     retries: int = 0
     differs: bool = False
+    # After a crash nobody knows which of several async calls is to blame.
+    alone: bool = False
     since: float = 0.0
     tool_s: float = 0.0
     ending: StopReason | None = None  # while its reward is asked for
@@ -133,6 +135,9 @@ class Driver:
         self._observations = observations
         self._known: list[tuple[Job, Answer]] = []  # jobs with a recorded answer
         self._schemas = {info.name: info.schema for info in tools.description.tools}
+        for info in tools.description.environments:
+            if twice := [tool.name for tool in info.tools if tool.name in self._schemas]:
+                raise ValueError(f"a tool and a method of {info.name} have the name {twice[0]!r}")
         self._async = {info.name for info in tools.description.tools if info.is_async}
         self._environments = {info.name: i for i, info in enumerate(tools.description.environments)}
         self._styles: dict[str, Style] = {}
@@ -258,7 +263,11 @@ class Driver:
             steps=info is not None and info.steps,
             stateful=info is not None,
         )
-        begun = live.conversation.start(prompt.messages or (), prompt.token_ids, opening)
+        try:
+            begun = live.conversation.start(prompt.messages or (), prompt.token_ids, opening)
+        except ValueError as error:  # for example messages that the template refuses
+            self._finish(engine, live, "failed", f"template: {error}")
+            return
         most = self._settings.max_prompt_length
         if most and len(live.conversation.prompt) > most:
             why = f"prompt: it has {len(live.conversation.prompt)} tokens with tools and opening"
@@ -326,13 +335,21 @@ class Driver:
         elif act.calls:
             self._submit(live, Calls(act.calls))
         else:  # none of the calls can be run
-            self._go_on(engine, live, live.conversation.observe(()))
+            self._observe(engine, live, live.conversation.observe, ())
 
-    def _go_on(self, engine: Engine, live: _Live, next_: Append | End) -> None:
+    def _observe(
+        self, engine: Engine, live: _Live, observe: Callable[..., Append | End], value: Any
+    ) -> None:
+        """Let the conversation take an observation, and the sequence go on."""
+        try:
+            next_ = observe(value)
+        except ValueError as error:  # for example a role that the template does not have
+            self._finish(engine, live, "failed", f"template: {error}")
+            return
         if isinstance(next_, End):
             self._end(engine, live, next_.reason)
-            return
-        engine.append(live.sequence, next_.ids, limit=next_.limit)
+        else:
+            engine.append(live.sequence, next_.ids, limit=next_.limit)
 
     def _end(self, engine: Engine, live: _Live, reason: StopReason) -> None:
         """The sample has ended. An environment may still have its reward to give."""
@@ -344,7 +361,7 @@ class Driver:
 
     # --------------------------------------------------------------------- tools
 
-    def _submit(self, live: _Live, action: Action, *, alone: bool = False) -> None:
+    def _submit(self, live: _Live, action: Action) -> None:
         number = len(action.calls) if isinstance(action, Calls) else 1
         is_async = live.info is not None and live.info.is_async
         if isinstance(action, Calls):
@@ -357,7 +374,7 @@ class Driver:
             session=live.session,
             history=live.history,
             is_async=is_async,
-            alone=alone,
+            alone=live.alone,
         )
         # Tools alone have no state, so they need not be called for what is known.
         known = None if live.session else self._recorded(live, action)
@@ -415,12 +432,7 @@ class Driver:
         assert live.conversation is not None
         is_step = isinstance(job.action, Say)
         observe = live.conversation.observe_step if is_step else live.conversation.observe
-        try:
-            next_ = observe(value)
-        except ValueError as error:  # for example a role that the template does not have
-            self._finish(engine, live, "failed", f"template: {error}")
-            return
-        self._go_on(engine, live, next_)
+        self._observe(engine, live, observe, value)
 
     def _failed(self, engine: Engine, live: _Live, action: Action, error: CallError) -> None:
         """Try again in a new environment, which repeats what was done; then the sample fails."""
@@ -433,7 +445,8 @@ class Driver:
             if live.session:
                 self._end_session(live)
                 live.session = self._new_session()
-        self._submit(live, action, alone=True)
+        live.alone |= error.kind == "crash"
+        self._submit(live, action)
 
     def _end_session(self, live: _Live) -> None:
         if live.session:

@@ -300,19 +300,16 @@ class _Worker:
     def _end_late(self) -> None:
         """End the process if a job has passed its time."""
         now = time.monotonic()
-        late = [number for number, (_, end) in self._open.items() if end <= now]
+        late = [job for job, end in self._open.values() if end <= now]
         if late:
-            for number in late:
-                job, _ = self._open.pop(number)
-                message = f"it ran longer than {job.limit:g} s"
-                self._done.put((job, error_of(message, "timeout")))
             self._process.kill()
-            self._lose(CallError(kind="crash", message="another job ran too long"), shared=True)
+            kind = "timeout" if len(self._open) == 1 else "crash"
+            self._lose(CallError(kind=kind, message=f"it ran longer than {late[0].limit:g} s"))
 
-    def _lose(self, error: CallError, *, shared: bool = False) -> None:
+    def _lose(self, error: CallError) -> None:
         """The jobs of a process that is gone. Of several, nobody knows which is to blame."""
         self._held.clear()
-        shared = shared or len(self._open) > 1
+        shared = len(self._open) > 1
         for job, _ in self._open.values():
             self._done.put((job, error_of(error.message, error.kind, shared=shared)))
         self._open.clear()

@@ -69,6 +69,9 @@ def bad(kind: str):
         return "ab " * 3_000_000
     if kind == "nan":
         return math.nan
+    if kind == "print":
+        print("x" * 10_000_000)
+        return "printed"
     if kind == "surrogate":
         return "a\\ud800b"
     return object
@@ -113,6 +116,7 @@ WRONG = [
     (("bad", {"kind": "raise"}), '{"error": "\'gone\'"}'),
     (("bad", {"kind": "exit"}), '{"error": "3"}'),
     (("bad", {"kind": "nan"}), "NaN"),
+    (("bad", {"kind": "print"}), "printed"),
     (("bad", {"kind": "surrogate"}), "a?b"),
     (("bad", {"kind": "object"}), "\"<class 'object'>\""),
     (("gone", {}), "there is no tool 'gone'"),

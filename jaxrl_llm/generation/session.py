@@ -443,6 +443,8 @@ class Engine:
             if len(sequence.pages) * self._pool.entries > sequence.computed:
                 live.append(sequence)
         if not live:
+            if self._running and not self._waiting:
+                self._evict(max(self._running, key=lambda x: x.number))
             return []
         whole = self._fixed or self._free_slots is not None
         slots = self._slots if whole else min(x for x in self._sizes if x >= len(live))
@@ -467,6 +469,13 @@ class Engine:
             if sequence is not None:
                 self._take(sequence, *sampled)
         return live
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Take the pages of a running sequence: no sequence could go on. It is computed again."""
+        self._pool.release(sequence.pages)
+        sequence.pages, sequence.computed, sequence.status = [], 0, "queued"
+        self._running.remove(sequence)
+        self._queued.append(sequence)
 
     def _packed(self, placed: Seq[Sequence | None], shape: Shape) -> np.ndarray:
         """What the slots do, as `Turns` has it."""

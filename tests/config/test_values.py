@@ -24,7 +24,10 @@ from jaxrl_llm.references import is_file, is_folder, nearest_file
 from jaxrl_llm.typed_records.record import Kind, Record, fields_of, validate
 
 # The numbers that may be infinite: a bound that infinity switches off.
-UNBOUNDED = {"OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth", "PPO.cliprange_value"}
+UNBOUNDED = {
+    *("OptimizerConfig.max_grad_norm", "CheckpointConfig.max_growth"),
+    *("PPO.cliprange_value", "TurnPPO.cliprange_value"),
+}
 
 
 def records(cls: type = Record) -> set[type]:

@@ -1,5 +1,7 @@
 """Sessions of the engine: against the batch loop, a full forward pass, and each other."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -131,6 +133,28 @@ def test_scarce_pages_make_sequences_wait_and_change_nothing():
     scarce = engine_of(num_slots=7, cache_tokens=P + R)
     for one, other in zip(roomy, answer(scarce), strict=True):
         assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+
+
+def test_an_old_sequence_comes_back_when_younger_ones_hold_slots_and_pages():
+    """The younger ones wait for pages that are held back for it, and it waits for a slot."""
+    engine = engine_of(max_context=40, cache_tokens=56, num_slots=2, stop_ids=())
+    add = partial(engine.add, [7, 8, 9], seed_key=KEY)
+    old = add(limit=1, sample_id=0)
+    engine.step(1)
+    young = [add(limit=37, sample_id=i) for i in (1, 2)]
+    for _ in range(3):
+        engine.step(8)
+    engine.append(old, [5], limit=30)
+    for _ in range(100):
+        for sequence in engine.step(8):
+            if sequence.status == "waiting":
+                engine.finish(sequence)
+    assert [len(x.tokens) for x in (old, *young)] == [35, 40, 40]
+    alone = engine_of(max_context=40, cache_tokens=400, num_slots=2, stop_ids=())
+    one = alone.add([7, 8, 9], seed_key=KEY, limit=37, sample_id=2)
+    while alone.has_work:
+        alone.step()
+    assert one.tokens == young[1].tokens
 
 
 def test_an_equal_beginning_is_not_computed_again():

@@ -20,6 +20,8 @@ from agents.fake_engine import FakeEngine, sample_of
 from turn_templates import TOOLS
 from turn_tokenizers import open_tokenizer
 
+from jaxrl_llm.agents.sessions import Host, Setup
+
 
 @pytest.fixture(scope="module", autouse=True)
 def closing():
@@ -217,15 +219,19 @@ def test_a_row_may_have_some_of_the_tools(functions):
     ],
 )
 def test_a_function_that_is_no_tool_is_refused_at_the_start(tmp_path, source, why):
-    (tmp_path / "odd.py").write_text(source)
+    file = tmp_path / "odd.py"
+    file.write_text(source)
     with pytest.raises(ValueError, match=why):
-        opened(CHAR, tools=[f"{tmp_path / 'odd.py'}:f"])
+        Host(Setup(tools=((f"{file}:f", {}, b""),))).describe()
+    if source == "f = 3":  # in a worker process too
+        with pytest.raises(ValueError, match=why):
+            opened(CHAR, tools=f"{file}:f")
 
 
 # ------------------------------------------------------------------------- environments
 
 CLASSES = '''
-import os, random, time
+import asyncio, os, random, time
 
 class Counter:
     """Counts what it is told, and lists its seeds."""
@@ -294,6 +300,20 @@ class Shop:
     def get_reward(self):
         return float(len(self.bought))
 
+class Later:
+    """All of it is async."""
+
+    async def reset(self):
+        await asyncio.sleep(0.01)
+        return ": "
+
+    async def step(self, action):
+        await asyncio.sleep(0.01)
+        return {"observation": "x", "reward": 1, "done": action == "b"}
+
+    async def get_reward(self):
+        return 5
+
 class Nothing:
     """Has neither."""
 
@@ -318,6 +338,13 @@ def test_an_environment_of_yours(classes):
     assert trajectory.reward == pytest.approx(0.6)
     made = one(CHAR, "Add.", ["1", "2", "3"], environment=f"{classes}:factory")
     assert len(made.turns) == 2
+
+
+def test_an_async_environment(classes):
+    samples = [sample_of(CHAR, i, "Go", ["a", "b"]) for i in range(8)]
+    done = run(CHAR, samples, environment=f"{classes}:Later")
+    assert {shown(CHAR, t) for t in done} == {"⟦a<|eos|>⟧x⟦b<|eos|>⟧"}
+    assert {(t.reward, t.final_reward) for t in done} == {(7.0, 5.0)}
 
 
 def test_methods_as_tools_and_a_reward_at_the_end(classes):

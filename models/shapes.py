@@ -1,7 +1,7 @@
 """Published model shapes by name, for benchmarks and planning; sizes only, no weights.
 
-Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-30B-A3B, openai/gpt-oss-20b,
-deepseek-ai/DeepSeek-V3, meta-llama/Llama-3.1-8B and -70B.
+Sources: the config.json of Qwen/Qwen2.5-0.5B to -32B, Qwen/Qwen3-4B, Qwen/Qwen3-30B-A3B,
+openai/gpt-oss-20b, deepseek-ai/DeepSeek-V3, meta-llama/Llama-3.2-1B, Llama-3.1-8B and -70B.
 `tiny` is not a published model; with it a benchmark takes seconds on a CPU.
 """
 
@@ -19,16 +19,17 @@ _qwen = partial(
     max_position_embeddings=32768,
 )
 
+_llama3_rope = partial(
+    Llama3Rope,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 _llama = partial(
     ModelConfig,
     family="llama",
     rope_theta=5e5,
-    rope_scaling=Llama3Rope(
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    ),
+    rope_scaling=_llama3_rope(factor=8.0),
     rms_norm_eps=1e-5,
     max_position_embeddings=131072,
     vocab_size=128256,
@@ -94,6 +95,15 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=8,
         head_dim=128,
     ),
+    "llama-3.2-1b": _llama(
+        rope_scaling=_llama3_rope(factor=32.0),
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
     "llama-3.1-8b": _llama(
         hidden_size=4096,
         intermediate_size=14336,
@@ -105,6 +115,21 @@ SHAPES: dict[str, ModelConfig] = {
         intermediate_size=28672,
         num_layers=80,
         num_heads=64,
+    ),
+    "qwen3-4b": ModelConfig(
+        family="qwen3",
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        qk_norm=True,
+        max_position_embeddings=40960,
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
     ),
     "qwen3-30b-a3b": ModelConfig(
         family="qwen3_moe",

@@ -18,6 +18,7 @@ from tiny import model_config
 from tiny_models import tiny_config, write_directory
 
 from jaxrl_llm.config import (
+    SFT,
     Config,
     from_json,
     is_offline,
@@ -45,7 +46,8 @@ ONE_PROGRAM = "gen+old_log_prob+ref+values+reward+kl+adv+update_critic+update_ac
 def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
     """Overrides that replace what is not part of the project."""
     changes = []
-    if config.actor.path:
+    pretrained = not config.actor.path and not config.actor.hf_config  # a path has to be given
+    if config.actor.path or pretrained:
         family = "qwen2" if "qwen" in config.actor.path.lower() else "llama"
         more: dict[str, Any] = {"attention_bias": True} if family == "qwen2" else {}
         if config.actor.path.endswith("_moe"):
@@ -69,9 +71,10 @@ def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
             ]
             changes += [(f"data.{key}_tasks", json.dumps(tasks))] if tasks else []
     for key, files in (("train", config.data.train_files), ("val", config.data.val_files)):
-        if files:
+        if files or pretrained:
             file = folder / f"{key}.parquet"
             row = pair_row if is_offline(config) else verl_row
+            row = example_row if isinstance(config.algorithm, SFT) else row
             pq.write_table(pa.Table.from_pylist([row(i) for i in range(4)]), file)
             changes.append((f"data.{key}_files", f"[{file}]"))
     return changes
@@ -80,6 +83,11 @@ def stand_ins(config: Config, folder: Path) -> list[tuple[str, str]]:
 def pair_row(index: int) -> dict:
     """A preference row."""
     return {"prompt": "Rate.", "chosen": f"good {index}", "rejected": f"bad {index}"}
+
+
+def example_row(index: int) -> dict:
+    """A supervised row."""
+    return {"prompt": "Rate.", "completion": f"good {index}"}
 
 
 def verl_row(index: int) -> dict:

@@ -393,6 +393,10 @@ DATA: dict[str, Rule] = {
 GENERATION: dict[str, Rule] = {
     "num_generations": "rollout.n",
     "num_generations_eval": "validation.n",
+    # TRL counts answers to calls, and a turn of the model follows the last one.
+    "max_tool_calling_iterations": lambda value, source: Ours(
+        {"rollout.max_turns": 0 if value is None else int(value) + 1}
+    ),
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": top_k,

@@ -42,12 +42,15 @@ from jaxrl_llm.convert.verl_values import (
     LAYOUT,
     MODEL,
     MOE,
+    MULTI_TURN,
     PASSES,
     PROCESSES,
     PROFILER,
+    TOOLS,
     TURNS,
     adapter_rank,
     adapter_targets,
+    agent_loop,
     aggregation,
     betas,
     clip,
@@ -68,8 +71,9 @@ from jaxrl_llm.convert.verl_values import (
     learning_dtype,
     learns_without_ratio,
     manager,
-    many_turns,
     min_learning_rate,
+    most_turns,
+    of_turns,
     offload,
     optimizer_kind,
     quantization,
@@ -246,7 +250,7 @@ DATA: dict[str, Rule] = {
     "data.image_key": IMAGES,
     "data.image_patch_size": IMAGES,
     "data.video_key": IMAGES,
-    "data.tool_config_path": TURNS,
+    "data.tool_config_path": of_turns(TOOLS),
     "data.sampler.*": NoCounterpart("`data.priority` draws prompts by their scores"),
 }
 
@@ -349,8 +353,29 @@ GENERATION: dict[str, Rule] = {
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": PASSES,
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": PASSES,
     f"{ROLLOUT}.log_prob_max_token_len_per_gpu": PASSES,
-    f"{ROLLOUT}.multi_turn.*": many_turns,
+    f"{MULTI_TURN}.*": of_turns(TURNS),
+    f"{MULTI_TURN}.enable": of_turns(
+        NotNeeded("`rollout.tools` and `rollout.environment` make an agent run")
+    ),
+    f"{MULTI_TURN}.max_assistant_turns": of_turns(most_turns),
+    f"{MULTI_TURN}.tool_config_path": of_turns(TOOLS),
+    f"{MULTI_TURN}.function_tool_path": of_turns(TOOLS),
+    f"{MULTI_TURN}.max_parallel_calls": of_turns(
+        NoCounterpart("all calls of a turn are run, in their order")
+    ),
+    f"{MULTI_TURN}.max_tool_response_length": of_turns(
+        NoCounterpart("it counts characters; set `rollout.max_tool_result_tokens`")
+    ),
+    f"{MULTI_TURN}.tool_response_truncate_side": of_turns(
+        only("middle", "long results lose their middle", "long results lose their middle")
+    ),
+    f"{MULTI_TURN}.format": of_turns(NotNeeded("the format of calls is the tokenizer's")),
+    **{
+        f"{MULTI_TURN}.{name}": of_turns(NotNeeded("sampled ids are never encoded again"))
+        for name in ("use_inference_chat_template", "tokenization_sanity_check_mode")
+    },
     f"{ROLLOUT}.agent.*": TURNS,
+    f"{ROLLOUT}.agent.default_agent_loop": agent_loop,
     f"{ROLLOUT}.agent.num_workers": PROCESSES,
     f"{ROLLOUT}.val_kwargs.n": "validation.n",
     f"{ROLLOUT}.val_kwargs.top_p": "validation.top_p",

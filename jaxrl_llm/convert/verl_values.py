@@ -1,5 +1,6 @@
 """Single keys of verl: rules that change a value, and answers that many keys share."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,32 @@ MOE = only(
 )
 IMAGES = NoCounterpart("images, video and sound are missing here: text models only")
 FOREIGN = NoCounterpart("verl's checkpoints are not read; merge one to a folder for `actor.path`")
-TURNS = NoCounterpart("many turns and tools are missing here: one answer a prompt")
+TOOLS = NoCounterpart("name functions: `rollout.tools=[my_file.py:my_tool]` (docs/agents.md)")
+TURNS = NoCounterpart("write an environment: `rollout.environment` (docs/agents.md)")
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
-def many_turns(value: Any, source: Source) -> Answer:
-    """Settings of turns and tools, which verl reads where they are enabled."""
-    if source.get("actor_rollout_ref.rollout.multi_turn.enable"):
-        return TURNS
-    return NotNeeded("many turns are off")
+def of_turns(rule: NotNeeded | NoCounterpart | Callable[[Any, Source], Answer]) -> Rule:
+    """A setting of turns and tools, which verl reads where they are enabled."""
+
+    def checked(value: Any, source: Source) -> Answer:
+        if not source.get(f"{MULTI_TURN}.enable"):
+            return NotNeeded("many turns are off")
+        return rule(value, source) if callable(rule) else rule
+
+    return checked
+
+
+def most_turns(value: Any, source: Source) -> Answer:
+    """Turns of the model; null is no limit."""
+    return Ours({"rollout.max_turns": int(value or 0)})
+
+
+def agent_loop(value: Any, source: Source) -> Answer:
+    """The loop of turns by name."""
+    if value in ("single_turn_agent", "tool_agent"):
+        return NotNeeded("`rollout.tools` and `rollout.environment` make an agent run")
+    return TURNS
 
 
 def files_at(key: str) -> Rule:

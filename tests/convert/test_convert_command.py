@@ -66,7 +66,7 @@ AGENT = "actor_rollout_ref.rollout.multi_turn"
 @pytest.mark.parametrize(
     ("line", "lost"),
     [
-        (f"--from=verl|{RL}{AGENT}.enable=True {AGENT}.tool_config_path=t.yaml", 2),
+        (f"--from=verl|{RL}{AGENT}.enable=True {AGENT}.tool_config_path=t.yaml", 1),
         (f"--from=verl|{RL}{AGENT}.enable=False {AGENT}.max_user_turns=3", 0),
         ("--from=verl|" + RL + "trainer.logger=['console','swanlab']", 0),
         ("--from=trl|trl grpo --model_name_or_path a/b --dataset_name c/d --tools t.py", 1),
@@ -85,6 +85,19 @@ def test_a_run_that_would_learn_something_else_ends_with_another_code(
         allow = error.rpartition("--allow=")[2].strip()
         assert len(allow.split(",")) == lost
         assert convert_config([*words[:-1], "--output=two.py", f"--allow={allow}"]) == 0
+
+
+def test_turns_and_tools_have_our_limits():
+    line = f"{RL}{AGENT}.enable=True {AGENT}.max_assistant_turns=5 {AGENT}.format=hermes "
+    line += f"{AGENT}.function_tool_path=t.py {AGENT}.max_tool_response_length=256 "
+    line += "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
+    found = convert_verl(command_words(line, {}), rows=99, devices=8)
+    assert found.config.rollout.max_turns == 5
+    lost = [f"{AGENT}.{name}" for name in ("function_tool_path", "max_tool_response_length")]
+    assert sorted(found.not_learned([])) == lost
+    line = "trl grpo --model_name_or_path a/b --dataset_name c/d --max_tool_calling_iterations 3"
+    found = convert_trl(command_words(line, {}), rows=99, devices=1)
+    assert found.config.rollout.max_turns == 4
 
 
 def test_arguments_of_a_reward_function_are_its_settings(tmp_path):

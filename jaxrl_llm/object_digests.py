@@ -41,6 +41,41 @@ def source_object(function: Any) -> Any:
     return function if is_source else type(function).__call__
 
 
+def closure_digest(value: Any) -> str:
+    """8 hex digits of functions in a tuple, with the values and functions that they close over.
+
+    So two transformations of optax differ if one of their numbers does.
+    """
+    known: set[int] = set()
+
+    def parts(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [parts(each) for each in value]
+        if isinstance(value, Mapping):
+            return {str(key): parts(each) for key, each in value.items()}
+        if isinstance(value, functools.partial):
+            return [parts(value.func), parts(value.args), parts(value.keywords)]
+        if not callable(value) or isinstance(value, type):
+            return _typed(value)
+        own = inspect.unwrap(value)
+        if id(own) in known or not inspect.isfunction(own):
+            return getattr(own, "__qualname__", type(own).__name__)
+        known.add(id(own))
+        held = [parts(cell.cell_contents) for cell in own.__closure__ or () if not _empty(cell)]
+        return [function_digest(own), held, parts(own.__defaults__ or ())]
+
+    text = json.dumps(parts(value), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _empty(cell: Any) -> bool:
+    """True for a variable of a closure that has no value."""
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
 def function_digest(function: Any) -> str:
     """8 hex digits of a function's source text and the values that an object or a partial holds.
 

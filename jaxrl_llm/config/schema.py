@@ -18,6 +18,7 @@ from jaxrl_llm.config.agents import Environments, ToolSettings
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.graders import OwnFunction, RewardFunction
+from jaxrl_llm.config.optimizers import MOMENTS, OptimizerName, ScheduleName
 from jaxrl_llm.config.tasks import PrioritySettings, TaskSettings
 from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import (
@@ -176,16 +177,19 @@ class DataConfig(Record):
 
 
 class OptimizerConfig(Record):
-    """AdamW with a global-norm clip and a schedule over optimizer steps."""
+    """An optimizer with a global-norm clip and a schedule over optimizer steps."""
 
+    # The optimizer: a name, or a function of yours, my_file.py:optimizer: docs/jax-users.md.
+    name: OptimizerName = "adamw"
     learning_rate: NotNegative = 1e-6  # peak learning rate, after the warm-up
-    # Schedule of the learning rate after the warm-up.
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    # Schedule of the learning rate after the warm-up: a name, or a function of yours.
+    schedule: ScheduleName = "constant"
     warmup_steps: Whole = 0  # optimizer steps in which the learning rate rises
     total_steps: Whole = 0  # last step of linear and cosine; 0: the run's last optimizer step
     min_learning_rate_ratio: Fraction = 0.0  # last learning rate divided by learning_rate
-    b1: BelowOne = 0.9  # decay of AdamW's first moment
-    b2: BelowOne = 0.999  # decay of AdamW's second moment
+    b1: BelowOne = 0.9  # decay of AdamW's first moment; momentum of lion and sgd
+    # Decay of AdamW's second moment, or of lion's momentum. null: 0.999; 0.99 for lion.
+    b2: Maybe[BelowOne] = None
     eps: Positive = 1e-8  # epsilon, added to the root of the second moment
     weight_decay: NotNegative = 0.01  # weight decay, times the learning rate
     max_grad_norm: Unbounded = 1.0  # largest global gradient norm; inf: no clipping
@@ -193,6 +197,11 @@ class OptimizerConfig(Record):
     moment_dtype: DType = "float32"
     # Optimizer state in CPU memory: 8 bytes per parameter less on the device, slower steps.
     offload: bool = False
+
+    @property
+    def num_moments(self) -> int:
+        """Copies of the weights in the optimizer state; a guess for an optimizer of yours."""
+        return MOMENTS.get(str(self.name), 2)
 
 
 class ModelSettings(Record):

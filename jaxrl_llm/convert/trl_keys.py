@@ -154,10 +154,13 @@ def _targets(value: Any, source: Source) -> Answer:
 
 def _optimizer(value: Any, source: Source) -> Answer:
     if str(value).startswith(("adamw_torch", "adamw_hf", "adamw_apex")):
-        return NotNeeded("AdamW is the optimizer")
+        return NotNeeded("AdamW is the default")
+    name = str(value).partition("_")[0]
+    if name in ("lion", "adafactor"):
+        return Ours({"actor.optimizer.name": name})
     if "8bit" in str(value):
         return Ours({"actor.optimizer.moment_dtype": "bfloat16"}, "16 bits, not 8")
-    return NoCounterpart("AdamW is the only optimizer")
+    return NoCounterpart("actor.optimizer.name=my_file.py:optimizer takes one of yours")
 
 
 def _resume(value: Any, source: Source) -> Answer:

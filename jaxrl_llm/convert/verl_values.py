@@ -121,11 +121,18 @@ def custom_class(value: Any, source: Source) -> Answer:
     return NoCounterpart("write a class that yields rows: `data.dataset_class` (docs/data.md)")
 
 
-def optimizer_kind(value: Any, source: Source) -> Answer:
+def optimizer_kind(role: str) -> Rule:
     """The optimizer by name."""
-    if str(value).lower() in ("adamw", "adam"):
-        return NotNeeded("AdamW is the optimizer")
-    return NoCounterpart("AdamW is the only optimizer")
+
+    def rule(value: Any, source: Source) -> Answer:
+        name = str(value).lower()
+        if name in ("adamw", "adam"):
+            return NotNeeded("AdamW is the default")
+        if name in ("lion", "adafactor"):
+            return Ours({f"{role}.optimizer.name": name})
+        return NoCounterpart(f"{role}.optimizer.name=my_file.py:optimizer takes one of yours")
+
+    return rule
 
 
 def min_learning_rate(role: str, theirs: str) -> Rule:

@@ -49,7 +49,7 @@ def kept(model: Model, devices: Devices) -> float:
     """Bytes that a role keeps on a device from step to step: weights, moments if it learns."""
     size = model.stored_itemsize
     if model.learns and not model.optimizer.offload:
-        size += 2 * BYTES[model.optimizer.moment_dtype]
+        size += model.optimizer.num_moments * BYTES[model.optimizer.moment_dtype]
     # The base below adapters is a role of its own.
     kept = learned_parameters(model) * size
     if model.float8 and not model.adapters:

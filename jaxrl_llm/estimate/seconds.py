@@ -185,9 +185,9 @@ def _packed(model: Model) -> bool:
 
 
 def _optimizer_seconds(model: Model, devices: Devices) -> float:
-    """One AdamW step: everything is read and written once."""
+    """One optimizer step: everything is read and written once."""
     optimizer = model.optimizer
-    moments = 4 * BYTES[optimizer.moment_dtype]
+    moments = 2 * optimizer.num_moments * BYTES[optimizer.moment_dtype]
     parameters = learned_parameters(model) / devices.shards
     on_device = parameters * (2 * OPTIMIZER_BYTES + moments) / devices.rates.memory
     return on_device + (parameters * moments / devices.rates.host if optimizer.offload else 0.0)

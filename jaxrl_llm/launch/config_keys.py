@@ -32,6 +32,7 @@ from jaxrl_llm.config.schema import (
 )
 from jaxrl_llm.config.tasks import PRIORITIES, TASKS
 from jaxrl_llm.typed_records.bounds import MOST, UpTo
+from jaxrl_llm.typed_records.python_objects import Given
 from jaxrl_llm.typed_records.record import Custom, Kind, Record, fields_of
 from jaxrl_llm.typed_records.tree import as_dict
 
@@ -71,6 +72,7 @@ NAMES = {
     dict: "map",
     NoneType: "null",
     Any: "any",
+    Given: "object",
     SupervisedConfig: "a training, see warmup",
     RewardModelConfig: "a reward model",
 }

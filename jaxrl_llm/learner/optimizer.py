@@ -1,4 +1,4 @@
-"""AdamW with a schedule. The global-norm clip is in the train step, which reports the norm."""
+"""Optimizers with a schedule. The global-norm clip is in the train step, which reports the norm."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jaxrl_llm import references
 from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.config.optimizers import is_transformation
 from jaxrl_llm.distributed.sharding import in_host_memory
 from jaxrl_llm.learner.train_state import of_moments
 from jaxrl_llm.numerics import round_by_chance
+from jaxrl_llm.typed_records.python_objects import Given
 
 AT_ONCE = 2  # parameters whose offloaded moments are on the device at the same time
 
@@ -23,7 +26,8 @@ def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Learning rate of an optimizer step (0-based): linear warm-up, then the named decay.
 
     Linear and cosine end at `total_steps`, unless the config gives another number. The warm-up
-    begins at 1/warmup_steps, so that the first step has a rate above 0.
+    begins at 1/warmup_steps, so that the first step has a rate above 0. A function of yours gets
+    the peak and the number of steps after the warm-up; its schedule begins with 0 there.
     """
     peak, end = config.learning_rate, config.learning_rate * config.min_learning_rate_ratio
     decay_steps = max((config.total_steps or total_steps) - config.warmup_steps, 1)
@@ -31,8 +35,10 @@ def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         decay = optax.constant_schedule(peak)
     elif config.schedule == "linear":
         decay = optax.linear_schedule(peak, end, decay_steps)
-    else:
+    elif config.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, decay_steps, config.min_learning_rate_ratio)
+    else:
+        decay = _own(config.schedule, peak, decay_steps)
     if config.warmup_steps == 0:
         return decay
     start = peak / config.warmup_steps
@@ -40,18 +46,109 @@ def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     return optax.join_schedules([warmup, decay], [config.warmup_steps])
 
 
-def make_optimizer(
-    config: OptimizerConfig, total_steps: int
-) -> optax.GradientTransformationExtraArgs:
-    """AdamW (Loshchilov & Hutter 2019). Weight decay applies to every parameter, as in verl.
+def reported_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule | None:
+    """The learning rate as a metric; None for an object of optax, whose rate nobody can read."""
+    is_object = isinstance(config.name, Given) and is_transformation(config.name.function)
+    return None if is_object else schedule(config, total_steps)
 
-    `update` also takes `finite`: whether the step counts; see `_adam`.
+
+def make_optimizer(
+    config: OptimizerConfig, total_steps: int, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer that a config names. Weight decay applies to every parameter, as in verl.
+
+    `axes` are the logical axes of the parameters, which muon needs to see their matrices. `update`
+    also takes `finite`: whether the step counts; see `_adam`.
     """
-    return optax.chain(
-        _adam(config),
-        optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(schedule(config, total_steps)),
+    rate = schedule(config, total_steps)
+    dtype = config.moment_dtype
+    last = optax.add_decayed_weights(config.weight_decay), optax.scale_by_learning_rate(rate)
+    if config.name == "adamw":
+        return optax.chain(_adam(config), *last)
+    if config.name == "muon":
+        return _offloadable(_muon(config, rate, axes))
+    if config.name == "lion":
+        b2 = 0.99 if config.b2 is None else config.b2
+        return _offloadable(optax.chain(optax.scale_by_lion(config.b1, b2, dtype), *last))
+    if config.name == "sgd":
+        return _offloadable(optax.chain(optax.trace(config.b1, accumulator_dtype=dtype), *last))
+    if config.name == "adafactor":
+        # As transformers' Trainer sets it: the rate is no multiple of a parameter's own scale.
+        scaled = optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
+        return _offloadable(optax.chain(*scaled, *last))
+    return _offloadable(_own(config.name, rate))
+
+
+def _own(name: str | Given, *arguments: Any) -> Any:
+    """What a function of yours returns; an object of optax is it already."""
+    path, function = (
+        (name.path, name.function) if isinstance(name, Given) else (name, references.load(name))
     )
+    if is_transformation(function):
+        return function
+    return references.call(path, function, *arguments)
+
+
+def _muon(config: OptimizerConfig, rate: optax.Schedule, axes: Any) -> Any:
+    """Muon for matrices of layers; AdamW with Nesterov momentum for tables, norms and biases.
+
+    Updates have the size of AdamW's, so that its learning rates hold (arXiv:2502.16982).
+    """
+    return optax.contrib.muon(
+        rate,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        adam_weight_decay=config.weight_decay,
+        mu_dtype=config.moment_dtype,
+        adam_b1=config.b1,
+        adam_b2=_b2(config),
+        muon_weight_dimension_numbers=_matrices(axes),
+        consistent_rms=0.2,
+    )
+
+
+def _matrices(axes: Any) -> Any:
+    """The inputs and outputs of each parameter that is a matrix of a layer; None for others."""
+
+    def one(path: Any, names: tuple[str, ...]) -> Any:
+        if path[-1].key not in ("kernel", "a", "b") or len(names) < 2:
+            return None
+        first = 1 if names[0] == "expert" else 0
+        dims = tuple(range(first, len(names)))
+        split = -1 if names[-1] in ("embed", "expert_embed", "rank") else 1
+        return optax.contrib.MuonDimensionNumbers(dims[:split], dims[split:])
+
+    return jax.tree.map_with_path(one, axes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _offloadable(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of optax whose state may be offloaded: all of it is fetched for an update.
+
+    Guarantees: a step that is not `finite` leaves offloaded arrays as they were.
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, finite: Any = True
+    ) -> tuple[Any, Any]:
+        here = jax.tree.map(
+            lambda x: jax.device_put(x, jax.memory.Space.Device) if in_host_memory(x) else x, state
+        )
+        updates, new = inner.update(updates, here, params)
+
+        def put_back(new: Array, now: Array, old: Array) -> Array:
+            if not in_host_memory(old):
+                return new
+            return jax.device_put(jnp.where(finite, new, now), jax.memory.Space.Host)
+
+        return updates, jax.tree.map(put_back, new, here, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _b2(config: OptimizerConfig) -> float:
+    return 0.999 if config.b2 is None else config.b2
 
 
 def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
@@ -61,7 +158,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     Guarantees: a step that is not `finite` leaves offloaded moments as they were. For moments on
     the device the caller selects.
     """
-    narrow = config.moment_dtype == "bfloat16"
+    narrow, b2 = config.moment_dtype == "bfloat16", _b2(config)
 
     def init(params: Any) -> optax.ScaleByAdamState:
         def zeros() -> Any:
@@ -80,7 +177,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Array, list[Array]]:
         gradient, mu, nu = (x.astype(jnp.float32) for x in (gradient, *moments))
         mu = config.b1 * mu + (1 - config.b1) * gradient
-        nu = config.b2 * nu + (1 - config.b2) * jnp.square(gradient)
+        nu = b2 * nu + (1 - b2) * jnp.square(gradient)
         first, second = (x * factor for x, factor in zip((mu, nu), factors, strict=True))
         if narrow:
             mu, nu = (
@@ -94,7 +191,7 @@ def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, Any]:
         del params
         count = state.count + 1
-        factors = _unbiased(config.b1, count), _unbiased(config.b2, count)
+        factors = _unbiased(config.b1, count), _unbiased(b2, count)
         leaves, structure = jax.tree.flatten(updates)
         mus, nus = structure.flatten_up_to(state.mu), structure.flatten_up_to(state.nu)
 

@@ -82,33 +82,39 @@ def of_moments(make: Callable[[Any], Any], params: Any) -> Any:
     return jax.tree.map_with_path(one, params)
 
 
-def state_shardings(
-    param_shardings: Params,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    offload: bool = False,
-) -> TrainState:
-    """Shardings of a TrainState: moments follow their parameters, scalars are replicated.
+def state_shardings(shapes: TrainState, param_shardings: Params, *, offload: bool) -> TrainState:
+    """Shardings of a TrainState, whose `shapes` are abstract. Moments follow their parameters.
 
-    `offload` places the moments in the memory of the devices' hosts.
+    An array of the optimizer state belongs to a parameter if it has its shape, and the end of its
+    path. Other matrices are split over `fsdp` along the first dim that divides, the rest is
+    replicated. `offload` places what belongs to parameters in the memory of the devices' hosts.
     """
+    shardings = dict(jax.tree_util.tree_leaves_with_path(param_shardings))
+    params = {
+        path: (x.shape, shardings[path])
+        for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)
+    }
+    mesh: Mesh = next(iter(shardings.values())).mesh
+
+    def one(path: Any, x: Any) -> Any:
+        for first in range(len(path)):
+            shape, sharding = params.get(path[first:], (None, None))
+            if sharding is not None and shape == x.shape:
+                return sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
+        return NamedSharding(mesh, _divided(x.shape, mesh.shape.get("fsdp", 1)))
+
     # Any: the same record, with a sharding where a state has an array.
     replicated: Any = NamedSharding(mesh, PartitionSpec())
+    opt_state = jax.tree.map_with_path(one, shapes.opt_state)
+    return TrainState(params=param_shardings, opt_state=opt_state, step=replicated)
 
-    def of_moment(sharding: Any) -> Any:
-        return sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
 
-    moments = of_moments(of_moment, param_shardings)
-    # The state of one parameter has the form of the whole state, and is traced in no time.
-    one = jax.ShapeDtypeStruct((), jnp.float32)
-    opt_shardings = optax.tree_map_params(
-        optimizer,
-        lambda _: moments,
-        jax.eval_shape(optimizer.init, one),
-        transform_non_params=lambda _: replicated,
-    )
-    return TrainState(params=param_shardings, opt_state=opt_shardings, step=replicated)
+def _divided(shape: tuple[int, ...], parts: int) -> PartitionSpec:
+    """The first dim of a matrix that divides is split over `fsdp`."""
+    for place, size in enumerate(shape if len(shape) > 1 and parts > 1 else ()):
+        if size % parts == 0:
+            return PartitionSpec(*[None] * place, "fsdp")
+    return PartitionSpec()
 
 
 @dataclass(frozen=True, kw_only=True)

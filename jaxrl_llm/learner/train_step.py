@@ -111,7 +111,7 @@ def train_step(
     batches: MiniBatches,
     loss: Loss,
     optimizer: optax.GradientTransformationExtraArgs,
-    learning_rate: optax.Schedule,
+    learning_rate: optax.Schedule | None,
     max_grad_norm: float,
     cast_ahead: CastAhead | None,
     micro_batches: MicroBatches,
@@ -292,7 +292,7 @@ def apply_gradients(
     grads: Params,
     *,
     optimizer: optax.GradientTransformationExtraArgs,
-    learning_rate: optax.Schedule,
+    learning_rate: optax.Schedule | None,
     max_grad_norm: float,
     balance: tuple[Array | None, float] = (None, 0.0),
 ) -> tuple[TrainState, Metrics]:
@@ -321,6 +321,7 @@ def apply_gradients(
     # Finite gradients whose squares overflow count too. If only their sum overflows, all are named.
     flags = ~jnp.isfinite(squares)
     flags |= ~finite & ~flags.any()
-    lr = jnp.asarray(learning_rate(state.step), jnp.float32)
-    metrics = {"grad_norm": norm, "lr": lr, NONFINITE: flags}
+    metrics = {"grad_norm": norm, NONFINITE: flags}
+    if learning_rate is not None:
+        metrics["lr"] = jnp.asarray(learning_rate(state.step), jnp.float32)
     return kept, metrics

@@ -151,7 +151,7 @@ class RecordUpdate(Update):
         flags = metrics.pop(NONFINITE)
         if self.prefix:
             metrics = {f"{self.prefix}/{name}": x for name, x in metrics.items()}
-        else:
+        elif "lr" in metrics:
             metrics["learning_rate"] = metrics.pop("lr")
         return metrics | {f"{self.role}/{NONFINITE}": flags}
 

@@ -29,7 +29,7 @@ from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.optimizer import make_optimizer, schedule
+from jaxrl_llm.learner.optimizer import make_optimizer, reported_schedule
 from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.train_state import (
     Adapted,
@@ -79,7 +79,7 @@ class Role:
     param_shardings: Params  # in `layout`
     optimizer: optax.GradientTransformationExtraArgs | None = None
     offload: bool = False  # optimizer state is in host memory between steps
-    learning_rate: optax.Schedule | None = None
+    learning_rate: optax.Schedule | None = None  # None also where it cannot be reported
     max_grad_norm: float = 1.0
     base: str = ""  # role that keeps the weights below its adapters
     data_groups: DataGroups | None = None  # groups that sum gradients once an optimizer step
@@ -101,15 +101,9 @@ class Role:
     @cached_property
     def shardings(self) -> Any:
         """Shardings of what the role keeps between steps: a TrainState, or bare parameters."""
-        own = self.kept_shardings
         if self.optimizer is None:
-            return own
-        return state_shardings(
-            own,
-            self.optimizer,
-            self.mesh,
-            offload=self.offload,
-        )
+            return self.kept_shardings
+        return state_shardings(self._shapes, self.kept_shardings, offload=self.offload)
 
     def abstract(self) -> Any:
         """Shape, dtype and sharding of what the role keeps, without any array."""
@@ -117,13 +111,17 @@ class Role:
 
     @cached_property  # a start asks for it several times
     def _abstract(self) -> Any:
-        if self.optimizer is None:
-            shapes = self.spec.learned
-        else:
-            shapes = jax.eval_shape(self._init, self.spec.learned)
         return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self._shapes,
+            self.shardings,
         )
+
+    @cached_property
+    def _shapes(self) -> Any:
+        if self.optimizer is None:
+            return self.spec.learned
+        return jax.eval_shape(self._init, self.spec.learned)
 
     def state_of(self, states: Mapping[str, Any]) -> Any:
         """The state of the role, joined to its base if it has one; None without a state."""
@@ -177,11 +175,12 @@ class Role:
         if config.offload:
             for device in self.mesh.local_devices[:1]:
                 check_host_memory(device)
+        axes = self.spec.axes if self.spec.lora is None else split(self.spec.axes)[1]
         return replace(
             self,
-            optimizer=make_optimizer(config, total_steps),
+            optimizer=make_optimizer(config, total_steps, axes),
             offload=config.offload,
-            learning_rate=schedule(config, total_steps),
+            learning_rate=reported_schedule(config, total_steps),
             max_grad_norm=config.max_grad_norm,
         )
 

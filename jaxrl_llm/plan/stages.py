@@ -484,7 +484,7 @@ class Update(ModelStage):
                 key=jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(role.name.encode())),
             )
         own: TrainState = own_of(state)
-        assert role.optimizer is not None and role.learning_rate is not None
+        assert role.optimizer is not None
         key = None
         if sizes.shuffle_seed is not None:
             key = jax.random.fold_in(jax.random.key(sizes.shuffle_seed), step)

@@ -62,7 +62,7 @@ class Record:
     @classmethod
     def _paths_are_text(cls, value: Any) -> Any:
         """A program may give a Path."""
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):  # no named tuple
             return [str(each) if isinstance(each, PurePath) else each for each in value]
         return str(value) if isinstance(value, PurePath) else value
 

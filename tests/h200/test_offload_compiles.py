@@ -26,11 +26,10 @@ def memory(kind, *, fsdp, num_epochs):
     optimizer = make_optimizer(config, 10)
     params = {f"{i:02}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(PARAMETERS)}
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
-    placed = state_shardings(jax.tree.map(lambda _: split, params), optimizer, mesh)
+    shapes = jax.eval_shape(partial(init_state, optimizer=optimizer), params)
+    placed = state_shardings(shapes, jax.tree.map(lambda _: split, params), offload=False)
     state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(partial(init_state, optimizer=optimizer), params),
-        placed,
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, placed
     )
     state = moments_in_memory(state, kind)
 

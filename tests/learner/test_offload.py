@@ -33,10 +33,10 @@ class Updates:
         rng = np.random.default_rng(0)
         params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
         whole = NamedSharding(mesh, PartitionSpec())
-        placed = state_shardings(
-            jax.tree.map(lambda _: whole, params), optimizer, mesh, offload=offload
-        )
         init = partial(init_state, optimizer=optimizer)
+        placed = state_shardings(
+            jax.eval_shape(init, params), jax.tree.map(lambda _: whole, params), offload=offload
+        )
         self.abstract = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             jax.eval_shape(init, params),
@@ -79,7 +79,7 @@ def test_moments_wait_for_others_also_behind_a_bias_that_has_none():
     state = jax.eval_shape(partial(init_state, optimizer=optimizer), params)
     mesh = make_mesh(devices=jax.devices()[:1])
     whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), params)
-    placed = state_shardings(whole, optimizer, mesh, offload=True)
+    placed = state_shardings(state, whole, offload=True)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placed
     )

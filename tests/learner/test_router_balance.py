@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compiled import on_device
+from jax.sharding import NamedSharding, PartitionSpec
 from test_train_step import MODEL, SETTINGS, P, R, rollout
 
 from jaxrl_llm import config as c
@@ -137,9 +138,9 @@ def test_a_checkpoint_keeps_it(tmp_path):
     manager.save(1, {"actor": state}, {"step": 1}, {"reward": 0.0})
     manager.close()
     abstract = jax.eval_shape(lambda: init_state(skewed(), optimizer))
-    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.tree.map(lambda _: one_device, abstract.params)
-    placed = state_shardings(params, optimizer, make_mesh(devices=jax.devices()[:1]))
+    whole = NamedSharding(make_mesh(devices=jax.devices()[:1]), PartitionSpec())
+    params = jax.tree.map(lambda _: whole, abstract.params)
+    placed = state_shardings(abstract, params, offload=False)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
     )

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_iteration import (
     PROMPTS,
     N,
@@ -532,8 +533,11 @@ def test_moments_lie_as_their_parameters_do():
     for dtype in ("float32", "bfloat16"):
         optimizer = make_optimizer(OptimizerConfig(moment_dtype=dtype), 10)
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        placed = state_shardings({"w": "where w lies"}, optimizer, mesh)
-        assert placed.opt_state[0].mu == placed.opt_state[0].nu == {"w": "where w lies"}
+        there = {"w": NamedSharding(mesh, PartitionSpec("data"))}
+        shapes = jax.eval_shape(partial(init_state, optimizer=optimizer), {"w": jnp.ones(4)})
+        placed = state_shardings(shapes, there, offload=False)
+        assert placed.opt_state[0].mu == placed.opt_state[0].nu == there
+        assert placed.opt_state[0].count.is_fully_replicated
 
 
 # ------------------------------------------------------------------------- in an iteration

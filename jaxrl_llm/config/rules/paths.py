@@ -9,7 +9,13 @@ from pathlib import Path
 
 from jaxrl_llm.config.graders import Judge
 from jaxrl_llm.config.rules import Faults, fault_of
-from jaxrl_llm.config.schema import AdaptedSettings, Config, ModelSettings, SupervisedConfig
+from jaxrl_llm.config.schema import (
+    AdaptedSettings,
+    Config,
+    ModelSettings,
+    OptimizerConfig,
+    SupervisedConfig,
+)
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name, nearest, nearest_file
 from jaxrl_llm.typed_records.python_objects import Given, GivenRows
@@ -69,12 +75,18 @@ def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
 def functions(c: Config) -> Faults:
     """Files and packages of the user's functions are there; objects of a program are given."""
     named = {"data.dataset_class": c.data.dataset_class} if c.data.dataset_class else {}
+    for key, optimizer in every(c, OptimizerConfig):
+        paths = {"name": optimizer.name, "schedule": optimizer.schedule}
+        named |= {f"{key}.{k}": x for k, x in paths.items() if isinstance(x, str) and ":" in x}
     for key, custom in every(c, Custom):
         if not isinstance(custom, Given):
             named[f"{key}.path"] = custom.path
         elif custom.function is None:
             name = custom.path.rpartition(":")[2]
             why = f"{name} of a Python program is not in this file"
+            if ".optimizer." in key:
+                yield f"<{key}>: {why}: rl.load_config(config, {{'{key}': {name}}}) gives it"
+                continue
             where = next((x for x in WHERE if key.startswith(x)), "reward")
             yield f"<{key}>: {why}: rl.train(config, {WHERE[where]}=[{name}]) gives it"
     for key, path in named.items():

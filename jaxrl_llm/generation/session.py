@@ -364,9 +364,8 @@ class Engine:
 
     def _compute_given(self) -> None:
         """Compute the given ids of running sequences, but for the few that decode steps take."""
-        fewest = 0 if self._fixed else FEWEST_EXTENDED
         while self._extends:
-            todo = [s for s in self._running if s.left_to_compute > fewest]
+            todo = [s for s in self._running if s.left_to_compute > self._fewest_extended(s)]
             if not todo:
                 return
             groups: dict[Any, list[Sequence]] = {}
@@ -380,6 +379,14 @@ class Engine:
                 rows = self._rows_at_once(width)
                 for first in range(0, len(group), rows):
                     self._extend_some(group[first : first + rows], width, sees, pages)
+
+    def _fewest_extended(self, sequence: Sequence) -> int:
+        """Given ids that decode steps take. With fixed shapes they take none of a prompt.
+
+        An equal beginning may be found in the cache, and decode steps give entries other bits.
+        """
+        of_prompt = sequence.computed < sequence.num_prompt - 1 - sequence.base
+        return 0 if self._fixed and of_prompt else FEWEST_EXTENDED
 
     def _extend_some(self, part: list[Sequence], width: int, sees: bool, pages: int) -> None:
         numbers = [self._extended(s) for s in part]

@@ -78,6 +78,7 @@ class Conversation:
         self.text = ""
         self._thinking = False  # the turn begins with thinking that is open
         self._num_calls = self._bad_turns = 0
+        self._state = ""  # state before the next turn
         self._ending: StopReason | None = None  # why no turn follows the one that was sampled
 
     @property
@@ -107,7 +108,8 @@ class Conversation:
         parsed = self._style.parser.parse(ids, thinking=self._thinking)
         calls = tuple(checked(call, self._tools) for call in parsed.calls) if self._tools else ()
         self.text = parsed.content if calls else parsed.text
-        self.turns.append(Turn(start=start, end=len(self.response), calls=calls))
+        turn = Turn(start=start, end=len(self.response), calls=calls, state=self._state)
+        self.turns.append(turn)
         self.messages.append(_answer(self.text, parsed.thinking, self.turns[-1]))
         if stop != "stop":
             return End(self._cut(stop))
@@ -171,6 +173,7 @@ class Conversation:
     def observe_step(self, step: Step) -> Append | End:
         """Take the answer of the environment to the last turn."""
         self._change(reward=step.reward)
+        self._state = str(step.info.get("state", ""))
         if step.done:
             return End("env_done")
         if self._ending:

@@ -21,6 +21,7 @@ class Guess:
     def __init__(self, *, low: int = 1, high: int = 31, turns: int = 6) -> None:
         self._low, self._high, self._left = low, high, turns
         self._secret = low
+        self._from, self._to = low, high  # where the number is, by the hints
 
     def reset(self, ground_truth: Any = None, group_seed: int = 0) -> None:
         """Choose the number."""
@@ -38,7 +39,12 @@ class Guess:
         hint = "?"
         if number is not None and self._low <= int(number[1]) <= self._high:
             hint = "higher" if int(number[1]) < self._secret else "lower"
-        return Step(f"{hint}\n", reward=0.0, done=not self._left, info={"legal": hint != "?"})
+            if hint == "higher":
+                self._from = max(self._from, int(number[1]) + 1)
+            else:
+                self._to = min(self._to, int(number[1]) - 1)
+        info = {"legal": hint != "?", "state": f"{self._from} to {self._to}"}
+        return Step(f"{hint}\n", reward=0.0, done=not self._left, info=info)
 
 
 class Maze:

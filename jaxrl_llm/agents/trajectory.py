@@ -31,6 +31,7 @@ class Turn:
     num_failed: int = 0  # calls whose result is an error
     num_cut: int = 0  # results that lost their middle
     reward: float | None = None  # the environment's, for this turn
+    state: str = ""  # state before the turn, as the environment named it in `info`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ environments run where their samples are, and no process waits for another one's
 Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L layers.
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from jaxrl_llm.agents.driver import Driver, Sample
 from jaxrl_llm.agents.setup import has_turns, open_driver
 from jaxrl_llm.agents.statistics import metrics, records
-from jaxrl_llm.agents.trajectory import Trajectory
+from jaxrl_llm.agents.trajectory import Trajectory, Turn
 from jaxrl_llm.checkpoint.identity import file_digests
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.multihost import gather_objects
@@ -178,7 +179,7 @@ class Converse(Stage):
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (*PROMPTS, *SAMPLED, TURN_IDS, *self.how.recorded)
+        return (*PROMPTS, *SAMPLED, TURN_IDS, STATE_KEYS, *self.how.recorded)
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         blank = jax.eval_shape(lambda: self._blank(rows))
@@ -196,6 +197,7 @@ class Converse(Stage):
             "mask": jnp.zeros((rows, R), jnp.float32),
             "rollout_logprobs": jnp.zeros((rows, R), jnp.float32),
             TURN_IDS: jnp.full((rows, R), -1, jnp.int32),
+            STATE_KEYS: jnp.zeros((rows, R), jnp.int32),
         }
         if self.how.settings.record_routes:
             blank[ROUTES] = no_routes(config, rows, P + R)
@@ -262,8 +264,12 @@ class Converse(Stage):
         writes["response_lengths"][row] = length
         writes["mask"][row, :length] = trajectory.mask
         writes["rollout_logprobs"][row, :length] = trajectory.logprobs[:length]
+        before = 0  # end of the turn before
         for number, turn in enumerate(trajectory.turns):
+            observed = trajectory.response_ids[before : turn.start]
             writes[TURN_IDS][row, turn.start : turn.end] = number
+            writes[STATE_KEYS][row, turn.start : turn.end] = _state_key(turn, observed)
+            before = turn.end
         if sequence is None:
             return
         if ROUTES in writes:
@@ -275,6 +281,12 @@ class Converse(Stage):
             for place, ids in sequence.kept.items():
                 if (column := place - sequence.num_prompt) < length:
                     writes[KEPT][row, column] = ids
+
+
+def _state_key(turn: Turn, observed: Sequence[int]) -> int:
+    """A hash of the state before a turn: the one that the environment named, else what it said."""
+    state = turn.state.encode() if turn.state else np.array(observed, np.int32).tobytes()
+    return zlib.crc32(state) >> 1
 
 
 def _prompts_of_groups(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm as rl
+from jaxrl_llm.plan.conversing import STATE_KEYS, Converse
 
 ROWS = [{"prompt": f"{a}*{b}=", "ground_truth": str(a * b)} for a in range(2, 9) for b in (3, 7)]
 SIZES = {
@@ -124,6 +125,29 @@ class Fails:
         return Step("12", 0.5 * len(action), self.turns == 3, {})
 """
 LIMITS = {"rollout.tool_timeout_s": 0.7, "rollout.n": 4, "log.trace_details": 16}
+
+
+def test_turns_with_the_same_knowledge_have_equal_keys(tmp_path, monkeypatch):
+    """Guess names its state; of the others, what was observed is the state."""
+    seen, call = [], Converse.__call__
+
+    def kept(self, context, step, *, sample_ids, group_ids, states):
+        inputs = {"sample_ids": sample_ids, "group_ids": group_ids, "states": states}
+        out = call(self, context, step, **inputs)
+        seen.append((context.trajectories, out.writes[STATE_KEYS]))
+        return out
+
+    monkeypatch.setattr(Converse, "__call__", kept)
+    changes = {"rollout.environment": "guess", "rollout.max_turn_tokens": 3}
+    changes |= {"reward.process_rewards": True, "algorithm": "gigpo", "total_steps": 1}
+    run(tmp_path, **changes | {"data.max_response_length": 40})
+    keys = {}
+    for trajectories, written in seen:
+        for trajectory, row in zip(trajectories, written, strict=True):
+            for turn in trajectory.turns:
+                (key,) = set(row[turn.start : turn.end].tolist())
+                assert keys.setdefault(turn.state, key) == key
+    assert len(set(keys.values())) == len(keys)
 
 
 @pytest.mark.parametrize("on_failure", ["mask", "value"])

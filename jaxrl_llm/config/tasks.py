@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from jaxrl_llm.typed_records.bounds import UpTo, Whole
+from jaxrl_llm.typed_records.bounds import Count, UpTo, Whole
 from jaxrl_llm.typed_records.record import Custom, Kind, fields_of, kinds_of, one_of, records_in
 
 Digits = Annotated[int, Ge(1), Le(18)]
@@ -61,6 +61,28 @@ class Products(Task, kind="products"):
 
     first_digits: Digits = 1  # digits of the first number
     second_digits: Digits = 1  # digits of the second number
+
+
+class CalculatorCalls(Task, kind="calculator_calls"):
+    """Products with demonstrations of a call: `[37*48]=1776`, then the answer."""
+
+    first_digits: Digits = 2  # digits of the first number
+    second_digits: Digits = 2  # digits of the second number
+
+
+class GuessGames(Task, kind="guess_games"):
+    """Numbers to guess, with demonstrations that ignore the hints."""
+
+    low: Annotated[Whole, UpTo("high", itself=False)] = 1  # smallest number
+    high: Count = 31  # largest number
+    turns: Count = 6  # guesses of a demonstration
+
+
+class MazeGames(Task, kind="maze_games"):
+    """Mazes without walls, with demonstrations that walk at random."""
+
+    side: Annotated[int, Ge(2), Le(26)] = 5  # cells of a side
+    turns: Count = 20  # moves of a demonstration
 
 
 class SpellBackward(Task, kind="spell_backward"):

@@ -9,12 +9,13 @@ matter, so no text is both a training and a held-out problem, also across two co
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 from typing import Any
 
 HELD_OUT_SHARE = 10  # one problem in this many is held out
+NUM_GAMES = 10_000  # games of a kind, by number
 MAX_WHOLE_SPACE = 200_000  # problems; a larger space needs a size
 # A problem gives one pair for each entry. Answers of the right form are more frequent than broken
 # ones, because these are the mistakes of a policy that knows the format.
@@ -37,6 +38,7 @@ class Problem:
     plain: str
     question: str
     answer: str
+    demonstration: str = ""  # an answer of several turns, observations among them
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,71 @@ def spell_backward(*, num_letters: int = 4) -> ProblemSpace:
     return ProblemSpace(f"spell_backward_{num_letters}", 26**num_letters, problem)
 
 
+def calculator_calls(*, first_digits: int = 2, second_digits: int = 2) -> ProblemSpace:
+    """Products, with demonstrations for the environment `calculator`: a call, then its result."""
+    space = products(first_digits=first_digits, second_digits=second_digits)
+
+    def problem(index: int) -> Problem:
+        found = space.problem(index)
+        call = f"[{found.plain.removesuffix('=')}]"
+        return replace(found, demonstration=f"{call}={found.answer}\n{found.answer}")
+
+    return ProblemSpace(f"calculator_{first_digits}x{second_digits}", space.size, problem)
+
+
+def guess_games(*, low: int = 1, high: int = 31, turns: int = 6) -> ProblemSpace:
+    """Numbers for the environment `guess`, with demonstrations that ignore its hints."""
+
+    def problem(index: int) -> Problem:
+        draw = Random(f"guess {index}")
+        secret, game = draw.randint(low, high), ""
+        for turn in range(turns):
+            guess = draw.randint(low, high)
+            game += f"{guess}\n"
+            if guess == secret or turn == turns - 1:
+                break
+            game += "higher\n" if guess < secret else "lower\n"
+        question = f"Game {index}: guess a number from {low} to {high}. Write one number a turn."
+        return Problem(f"#{index}\n", question, str(secret), game)
+
+    return ProblemSpace(f"guess_{low}to{high}", NUM_GAMES, problem)
+
+
+def maze_games(*, side: int = 5, turns: int = 20) -> ProblemSpace:
+    """Mazes without walls for the environment `maze`, with demonstrations that walk at random."""
+
+    def problem(index: int) -> Problem:
+        draw = Random(str(index))  # as the environment draws them
+        cells = [(x, y) for y in range(side) for x in range(side)]
+        (x, y), goal = draw.sample(cells, 2)
+        walk = ""
+        for _ in range(turns):
+            ways = {"U": (x, y - 1), "D": (x, y + 1), "L": (x - 1, y), "R": (x + 1, y)}
+            ways = {move: cell for move, cell in ways.items() if cell in cells}
+            walk += f"{_cell(x, y)}>{_cell(*goal)} {''.join(ways)}\n"
+            move = draw.choice(list(ways))
+            walk += move
+            x, y = ways[move]
+            if (x, y) == goal:
+                break
+            walk += "\n"
+        walk = walk.removesuffix("\n")
+        question = f"Maze {index}: walk to the goal. Write one move a turn: U, D, L or R."
+        return Problem(f"#{index}\n", question, str(index), walk)
+
+    return ProblemSpace(f"maze_{side}x{side}", NUM_GAMES, problem)
+
+
+def _cell(x: int, y: int) -> str:
+    return f"{chr(ord('a') + x)}{y + 1}"
+
+
 # A table, because the names come from config files.
 TASKS: dict[str, Callable[..., ProblemSpace]] = {
+    "calculator_calls": calculator_calls,
     "chain_sum": chain_sum,
+    "guess_games": guess_games,
+    "maze_games": maze_games,
     "products": products,
     "spell_backward": spell_backward,
 }
@@ -306,7 +370,7 @@ def _row(problem: Problem, name: str, split: str, index: int, style: str) -> dic
     return {
         "data_source": name,
         "prompt": _asked(problem, style),
-        "completion": _answered(problem.answer, style),
+        "completion": _answered(problem.demonstration or problem.answer, style),
         "ground_truth": problem.answer,
         "extra_info": {"split": split, "index": index},
     }

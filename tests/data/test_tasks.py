@@ -1,9 +1,12 @@
 """Procedural tasks: right answers, bijective order, and a split that cannot leak."""
 
 import re
+from copy import deepcopy
 
 import pytest
 
+from jaxrl_llm.agents.calculator import Calculator
+from jaxrl_llm.agents.games import Guess, Maze
 from jaxrl_llm.data.tasks import (
     WRONG_ANSWERS,
     Problem,
@@ -24,6 +27,9 @@ CONFIGURATIONS = [
     ("products", {}),
     ("products", {"first_digits": 2}),
     ("spell_backward", {"num_letters": 3}),
+    ("calculator_calls", {"first_digits": 1}),
+    ("guess_games", {}),
+    ("maze_games", {}),
 ]
 
 
@@ -53,7 +59,7 @@ def test_answers_are_right(name, settings):
         body = problem.plain.removesuffix("=")
         if name == "spell_backward":
             assert problem.answer == body[::-1] and f'"{body}"' in problem.question
-        else:
+        elif not name.endswith("games"):
             assert re.fullmatch(r"\d+([-+*]\d+)+=", problem.plain)
             assert not re.search(r"\b0\d", body)
             assert problem.answer == str(eval(body))
@@ -156,7 +162,7 @@ def test_pairs_are_a_right_and_a_wrong_answer_of_the_same_problems(name, setting
     for split in ("train", "held_out"):
         rows = task_rows(name, split=split, settings=settings, size=20 if split == "train" else 0)
         pairs = task_pairs(name, split=split, settings=settings, size=20 if split == "train" else 0)
-        answers = {row["prompt"]: row["completion"] for row in rows}
+        answers = {row["prompt"]: row["ground_truth"] for row in rows}
         assert len(pairs) == len(WRONG_ANSWERS) * len(rows)
         assert all(pair["chosen"] == answers[pair["prompt"]] for pair in pairs)
         assert all(pair["rejected"] != pair["chosen"] for pair in pairs)
@@ -198,6 +204,29 @@ def test_pairs_do_not_depend_on_size_seed_or_run():
 
 def pair_key(pair: dict) -> tuple[str, str, str]:
     return pair["prompt"], pair["rejected"], pair["extra_info"]["wrong"]
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "action", "wins"),
+    [
+        ("calculator_calls", Calculator(), r"\[\S+\]|\d+$", 1.0),
+        ("guess_games", Guess(), r"\d+\n", 1 - (30 / 31) ** 6),
+        ("maze_games", Maze(), r"(?<=\n)[UDLR](?=\n|$)", 0.403),
+    ],
+)
+def test_demonstrations_have_what_the_environment_answers(name, environment, action, wins):
+    """The environment of the row gives the same observations, and wins are as frequent."""
+    won, rows = 0.0, task_rows(name, split="train", size=2000)
+    for row in rows:
+        game, done = deepcopy(environment), False
+        played = game.reset(ground_truth=row["ground_truth"]) or ""
+        for sampled in re.findall(action, row["completion"]):
+            assert not done
+            step = game.step(sampled)
+            done, won = step.done, won + (step.reward or 0.0)
+            played += sampled + ("" if done else str(step.observation))
+        assert done and played == row["completion"]
+    assert won / len(rows) == pytest.approx(wins, abs=0.04)
 
 
 def test_pairs_of_a_space_with_one_answer():

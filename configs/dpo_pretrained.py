@@ -8,7 +8,7 @@ before; it is also the reference (Rafailov et al. 2023, https://arxiv.org/abs/23
 A pass has four pairs, each padded to the longest row: shorter limits of data.max_prompt_length and
 data.max_response_length save time and memory. So does --config.precompute_reference=true, which
 computes the log-probs of the reference once, before the first step.
-LoRA: --config.actor.lora.rank=32 --config.actor.optimizer.learning_rate=1e-5.
+LoRA: --config.actor.lora.rank=32 --config.actor.optimizer.learning_rate=2e-5.
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ Rates, batches and the KL penalty come from verl's published GSM8K run, which is
 `ppo_qwen2_5_0_5b_gsm8k.py`: one sample of each of 256 prompts, and four optimizer steps. The critic
 begins as a copy of the policy. Reward and prompts are as in `grpo_pretrained.py`. LoRA for both:
 --config.actor.lora.rank=32 --config.critic.lora.rank=32, with higher learning rates:
---config.actor.optimizer.learning_rate=2e-5 --config.critic.optimizer.learning_rate=1e-4.
+--config.actor.optimizer.learning_rate=2e-5 --config.critic.optimizer.learning_rate=2e-4.
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ Rows have prompt, chosen and rejected. The model gets a scalar head, and learns 
 completion above the rejected one (Bradley and Terry 1952, as in Ouyang et al. 2022,
 https://arxiv.org/abs/2203.02155). One pass over the pairs is usually enough. An online run takes
 the result as a reward: --config.reward.model.path=runs/reward_model_pretrained.
-LoRA: --config.actor.lora.rank=32 --config.actor.optimizer.learning_rate=1e-4.
+LoRA: --config.actor.lora.rank=32 --config.actor.optimizer.learning_rate=2e-4.
 """
 
 from dataclasses import replace

@@ -7,7 +7,7 @@ Rows have messages, prompt and completion, or text. The loss is on the assistant
 packed without padding, and the learning rate of 1e-5 falls to 0 by a cosine. Rows that are longer
 than 1,024 + 1,024 tokens are refused: raise --config.data.max_prompt_length and
 max_response_length, or set --config.data.truncation=right.
-LoRA: --config.actor.lora.rank=32 --config.actor.optimizer.learning_rate=1e-4.
+LoRA: --config.actor.lora.rank=32 --config.actor.optimizer.learning_rate=2e-4.
 """
 
 from dataclasses import replace

@@ -21,7 +21,9 @@ from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.run_folder import RunFolder, open_run_folder
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.data import RunData, open_plan_and_data
+from jaxrl_llm.trainer.output import reward_text
 from jaxrl_llm.trainer.run import refuse_overwriting
+from jaxrl_llm.trainer.shown_settings import settings_line, warnings_of_run
 from jaxrl_llm.trainer.states import open_supervised
 
 RESOLVED = "resolved_config.json"
@@ -51,6 +53,7 @@ def dry_run(config: Config, *, show: int = 0) -> list[str]:
         return [
             *_folder_lines(config, folder),
             *_size_lines(config, data),
+            *_settings_lines(config, plan),
             *(_rows_lines(config, plan, tokenizer, show) if show else ()),
             "stages of a step; a + joins the stages of one program",
             *(f"  {_segment(segment)}" for segment in plan.at(1).program.segments),
@@ -90,6 +93,15 @@ def _size_lines(config: Config, data: RunData) -> list[str]:
         f"a step: {batch} rows{samples}, up to {config.data.max_prompt_length} + "
         f"{config.data.max_response_length} tokens each; {per_epoch or 'less than 1'} "
         f"step{'s' * (per_epoch > 1)} an epoch",
+    ]
+
+
+def _settings_lines(config: Config, plan: Plan) -> list[str]:
+    reward = reward_text(config.reward)
+    return [
+        f"settings: {settings_line(config)}",
+        *([f"reward: {reward}"] if reward else []),
+        *warnings_of_run(plan),
     ]
 
 

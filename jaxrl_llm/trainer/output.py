@@ -44,6 +44,7 @@ from jaxrl_llm.supervision.alarms import STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.supervision.signals import send_to_null
 from jaxrl_llm.tokenizer import Tokenizer
+from jaxrl_llm.trainer.shown_settings import settings_line
 from jaxrl_llm.typed_records.tree import described
 from jaxrl_llm.types import Completion, Prompt, RolloutBatch
 from jaxrl_llm.whole_files import write_whole
@@ -360,7 +361,7 @@ def _samples(
 def about(
     plan: Plan, *, run_dir: Path, num_train: int, num_held_out: int, step: int | None, steps: int
 ) -> dict[str, str]:
-    """A line for each of: run, devices, model, slots, data, reward of online runs, versions.
+    """A line for each of: run, devices, model, settings, slots, data, reward, versions.
 
     `step` is None for a new run.
     """
@@ -371,6 +372,7 @@ def about(
         "run": f"{run_dir}, {state}, {steps:,} steps",
         "devices": _devices(plan),
         "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
+        "settings": settings_line(plan.config),
         **({"generation": line} if (line := _generation(plan)) else {}),
         "data": f"{num_train:,} training rows{held_out}",
         **({"reward": reward} if (reward := reward_text(plan.config.reward)) else {}),

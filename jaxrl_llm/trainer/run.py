@@ -66,6 +66,7 @@ from jaxrl_llm.trainer.output import (
     about_lines,
     write_about,
 )
+from jaxrl_llm.trainer.shown_settings import warnings_of_run
 from jaxrl_llm.trainer.states import (
     FirstStates,
     Supervised,
@@ -189,6 +190,8 @@ class Run:
         )
         write_about(self.run_dir, lines)
         self.output.message(about_lines(lines))
+        for line in warnings_of_run(self.plan):
+            self.output.message(line)
 
     def summary(self) -> Summary:
         """The run as it ended."""

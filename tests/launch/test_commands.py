@@ -109,6 +109,8 @@ def test_a_dry_run_plans_and_trains_nothing(name, tmp_path):
     reference = "reference: 865,408 parameters, 4 layers of 128, frozen"
     for words in ("a new run, 7 steps in all", "update_actor", reference, "peak: ", "1 x cpu"):
         assert words in done.stdout
+    assert re.search(r"\nsettings: learning rate 0\.000\d linear after \d0 steps; ", done.stdout)
+    assert "\nreward: exact_answer(extract=whole)\n" in done.stdout or name != "ppo"
     resolved = load_config(str(tmp_path / "resolved_config.json"))
     assert resolved == load_config(name, {"run_dir": str(tmp_path), "total_steps": 7})
     made = {path.name for path in tmp_path.iterdir()} - {"compile_cache"}

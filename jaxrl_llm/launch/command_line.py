@@ -15,6 +15,7 @@ from jaxrl_llm.config import (
     packaged_configs,
 )
 from jaxrl_llm.references import nearest
+from jaxrl_llm.typed_records.other_words import answer
 from jaxrl_llm.typed_records.overrides import apply_override
 from jaxrl_llm.typed_records.tree import key_that_ends_in
 
@@ -78,10 +79,25 @@ class Parser(argparse.ArgumentParser):
 
         return f"{text}\n{help_text()}\n"
 
+    def _help(self, argv: Sequence[str]) -> str | None:
+        """The help that is asked for: all of it, or the keys below the word behind --help."""
+        for i, word in enumerate(argv):
+            name, _, part = word.partition("=")
+            if name not in ("--help", "-h"):
+                continue
+            following = argv[i + 1 : i + 2]
+            part = part or next((w for w in following if "=" not in w or w[:2] != "--"), "")
+            if not (self.takes_config and part):
+                return self.format_help()
+            from jaxrl_llm.launch.config_keys import help_of
+
+            return help_of(part.lstrip("-").removeprefix("config.")) + "\n"
+        return None
+
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The flags of a command line."""
-        if {"--help", "-h"} & {*argv}:
-            print(self.format_help(), end="", flush=True)
+        if (text := self._help(argv)) is not None:
+            print(text, end="", flush=True)
             raise SystemExit(0)
         self._check_names(argv)
         if not self.takes_config:
@@ -102,6 +118,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             key = key_that_ends_in(name[2:], Config()) if self.takes_config else ""
             hint = f"; did you mean --config.{key}?" if key else nearest(name, known)
+            if self.takes_config and (ours := answer(name[2:])):
+                raise ConfigError(f"unknown flag {name}: here it is {ours}")
             shown = [*known, "--config.KEY=VALUE"] if self.takes_config else known
             text = f"unknown flag {name}{hint}\nflags: {', '.join(shown)}"
             if self.takes_config and "." in name:  # Hydra's words may begin so
@@ -145,6 +163,8 @@ def _no_flag(word: str) -> ConfigError:
     name, equals, value = word.lstrip("+~-").removeprefix("config.").partition("=")
     if not equals or not all(part.isidentifier() for part in name.split(".")):
         return ConfigError(text)
+    if ours := answer(name):
+        return ConfigError(f"{word!r} is no flag: here it is {ours}; write --config.key=value")
     try:
         apply_override(Config(), name, value)
     except UnknownKeyError:

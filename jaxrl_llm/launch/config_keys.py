@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,10 @@ from jaxrl_llm.config.schema import (
     TeacherConfig,
 )
 from jaxrl_llm.config.tasks import PRIORITIES, TASKS
+from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import MOST, UpTo
+from jaxrl_llm.typed_records.messages import ConfigError
+from jaxrl_llm.typed_records.other_words import answer
 from jaxrl_llm.typed_records.python_objects import Given
 from jaxrl_llm.typed_records.record import Custom, Kind, Record, fields_of
 from jaxrl_llm.typed_records.tree import as_dict
@@ -59,9 +62,9 @@ PAGE = """# The config
 
 Every key with its type, its default and its meaning. This page is generated: \
 `python -m jaxrl_llm.launch.config_keys > docs/config.md`.
-`jaxrl train --help` prints the same. A key is set with `--config.KEY=VALUE`, in a file with \
-`get_config()`,
-or from Python: `rl.load_config("grpo", {KEY: VALUE})`.
+`jaxrl train --help` prints the same, and `--help rollout` a part of it.
+A key is set with `--config.KEY=VALUE`, in a file with `get_config()`, or from Python: \
+`rl.load_config("grpo", {KEY: VALUE})`.
 Integers are below 2³¹. Numbers are finite, but for those that say `or inf`."""
 # Types as a user writes their values.
 NAMES = {
@@ -183,10 +186,34 @@ def _first_line(cls: Any) -> str:
     return (inspect.cleandoc(cls.__doc__ or "").splitlines() or [""])[0]
 
 
-def help_text() -> str:
-    """The listing for a terminal."""
+def help_of(part: str) -> str:
+    """The keys with `part` in their names, such as rollout or lora; or of a kind, algorithm=ppo.
+
+    Raises: ConfigError if there is none.
+    """
+    chosen = [
+        (title, introduction, found)
+        for title, introduction, keys in sections()
+        if (found := keys if title.replace(" ", "") == part else _with_part(keys, part))
+    ]
+    if not chosen:
+        parts = {name for _, _, keys in sections() for key in keys for name in key.name.split(".")}
+        ours = answer(part)
+        hint = f"; here it is {ours}" if ours else nearest(part, parts)
+        raise ConfigError(f"no key has {part} in its name{hint}")
+    return help_text(chosen)
+
+
+def _with_part(keys: Sequence[Key], part: str) -> list[Key]:
+    return [key for key in keys if f".{part}." in f".{key.name}."]
+
+
+def help_text(chosen: Iterable[tuple[str, str, list[Key]]] | None = None) -> str:
+    """The listing for a terminal, of all sections or the chosen ones."""
     lines = ["Config keys, as --config.KEY=VALUE: name, type, default, meaning."]
-    for title, introduction, keys in sections():
+    if chosen is None:
+        lines[0] += " Fewer: --help rollout, or --help algorithm=dapo."
+    for title, introduction, keys in sections() if chosen is None else chosen:
         lines += ["", f"{title}: {introduction}"]
         for key in keys:
             default = f"default {key.default}" if key.default else "has to be given"

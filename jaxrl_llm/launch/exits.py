@@ -86,7 +86,7 @@ def is_for_user(error: ValueError) -> bool:
 
 
 def _message(error: ValueError, arguments: Sequence[str]) -> str:
-    """The message. For a key of verl it also names our key."""
+    """The message. For a key of verl it names our key, in place of the nearest one."""
     if not isinstance(error, UnknownKeyError):
         return str(error)
     from jaxrl_llm.convert.verl_command import CONVERTS, counterpart
@@ -95,7 +95,10 @@ def _message(error: ValueError, arguments: Sequence[str]) -> str:
     has_prefix = any(word.startswith(f"--config.{error.key}") for word in arguments)
     if note and not has_prefix and CONVERTS not in note:  # the words of a command of verl
         note = f"{note}; {CONVERTS}"
-    return f"{error}\n{note}" if note else str(error)
+    if not note:
+        return str(error)
+    first = f"unknown key config.{error.key}" if has_prefix else str(error).splitlines()[0]
+    return f"{first}\n{note}"
 
 
 def _end_together(code: int) -> NoReturn:

@@ -11,6 +11,7 @@ from jaxrl_llm.config import (
     is_offline,
 )
 from jaxrl_llm.plan.plan import Plan
+from jaxrl_llm.typed_records.tree import as_text
 
 PRETRAINED = 20e6  # parameters from which a model with a path is no tiny one of the examples
 USUAL_RATE, SUPERVISED_RATE = 1e-6, 1e-5  # of all weights of a pretrained model
@@ -32,7 +33,8 @@ def settings_line(config: Config) -> str:
         batch += f", {actor.ppo_mini_batch_size:,} prompts an update"
     return "; ".join(
         [
-            f"learning rate {optimizer.learning_rate:g} {optimizer.schedule}{warmup}",
+            f"learning rate {optimizer.learning_rate:g} {as_text(optimizer.schedule)}{warmup}",
+            *([] if optimizer.name == "adamw" else [as_text(optimizer.name)]),
             what if lora.enabled else "all weights",
             batch,
             f"up to {data.max_prompt_length:,} + {data.max_response_length:,} tokens",
@@ -62,7 +64,8 @@ def _unusual(config: Config, *, on_cpu: bool) -> Iterator[str]:
     if actor.lora.enabled:
         usual, weights = usual * ADAPTER_FACTOR, "adapters"
     rate, key = actor.optimizer.learning_rate, "actor.optimizer.learning_rate"
-    if rate >= TOO_HIGH * usual or (actor.lora.enabled and rate <= TOO_LOW * usual):
+    unusual = rate >= TOO_HIGH * usual or (actor.lora.enabled and rate <= TOO_LOW * usual)
+    if unusual and actor.optimizer.name == "adamw":  # others have rates of their own
         word = "high" if rate > usual else "low"
         yield (
             f"{key}={rate:g} is very {word} for {weights} of a pretrained model; "

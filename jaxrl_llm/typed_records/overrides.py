@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import Text
 from jaxrl_llm.typed_records.messages import ConfigError, UnknownKeyError, explain
+from jaxrl_llm.typed_records.other_words import answer
 from jaxrl_llm.typed_records.python_objects import GivenRows
 from jaxrl_llm.typed_records.record import Custom, Kind, Record, classes_in, fields_of, validate
 from jaxrl_llm.typed_records.tree import key_that_ends_in
@@ -75,8 +76,15 @@ def _default(annotation: Any, key: str) -> Any:
 
 
 def _unknown(node: Record, parts: list[str], text: str, key: str, root: Record) -> ConfigError:
-    """The error for an unknown part of `key`, with the nearest key here, else anywhere."""
+    """The error for an unknown part of `key`, with the nearest key here, else anywhere.
+
+    For a word of TRL or verl it names the key that does the same.
+    """
     part, known = parts[0], fields_of(node)
+    name = ".".join([key, *parts]).removeprefix("config.")
+    ours = "" if parts[1:] or isinstance(node, Custom) else answer(part, key)
+    if ours:
+        return UnknownKeyError(f"unknown key {key}.{part}: here it is {ours}", name, text)
     hint = nearest(part, known, prefix=f"{key}.")
     if isinstance(node, Custom):
         hint = hint or f"; a setting of your function is {key}.settings.{part}"
@@ -86,9 +94,7 @@ def _unknown(node: Record, parts: list[str], text: str, key: str, root: Record) 
         same = key_that_ends_in(part, root)
         hint = f"; did you mean 'config.{same}'?" if same else ""
     return UnknownKeyError(
-        f"unknown key {key}.{part}{hint}\nkeys of {key}: {', '.join(known) or 'none'}",
-        ".".join([key, *parts]).removeprefix("config."),
-        text,
+        f"unknown key {key}.{part}{hint}\nkeys of {key}: {', '.join(known) or 'none'}", name, text
     )
 
 

@@ -24,6 +24,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import FreeDict
 from jaxrl_llm.typed_records.messages import MOST_SHOWN, UNKNOWN
+from jaxrl_llm.typed_records.other_words import answer
 
 __all__ = ["Custom", "Kind", "Record"]
 
@@ -53,7 +54,8 @@ class Record:
         known = fields_of(cls)
         for name in map(str, values) if isinstance(values, dict) else ():
             if name not in known:
-                hint, keys = nearest(name, known), ", ".join(known)
+                ours, keys = answer(name), ", ".join(known)
+                hint = f": here it is {ours}" if ours else nearest(name, known)
                 context = {"name": name, "known": list(known), "hint": hint, "keys": keys}
                 raise PydanticCustomError(UNKNOWN, "unknown key {name}{hint}; {keys}", context)
         return record

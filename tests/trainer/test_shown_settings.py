@@ -65,6 +65,12 @@ def test_adapters_with_the_rate_of_all_weights_are_warned_of():
     assert keys_warned_of(with_model("grpo_pretrained", **lora, **{RATE: 2e-5})) == []
 
 
+def test_the_rate_of_another_optimizer_is_its_own():
+    muon = with_model("grpo_pretrained", **{"actor.optimizer.name": "muon", RATE: 0.02})
+    assert keys_warned_of(muon) == []
+    assert settings_line(muon).startswith("learning rate 0.02 constant after 10 steps; muon; ")
+
+
 def test_long_rows_in_one_forward_pass_are_warned_of():
     rows = {"actor.micro_batch_tokens": 0}
     assert keys_warned_of(with_model("grpo_pretrained", **rows)) == ["actor.micro_batch_tokens"]

@@ -64,7 +64,7 @@ class EngineSettings:
 
     max_context: int  # most ids of a sequence
     num_slots: int  # most sequences that decode at once
-    cache_tokens: int  # ids that fit into the pages, of all sequences
+    cache_tokens: int  # ids that fit into the pages, of all sequences; 0: as many as slots can hold
     stop_ids: tuple[int, ...] = ()  # each of them ends a turn
     sampling: SamplingParams | None = None  # one for all sequences; None: each has its own
     num_beginnings: int = 0  # prompts that are shared by groups, in rows of their own
@@ -110,7 +110,11 @@ class Engine:
         self._slots = max(settings.num_slots, FEWEST_SLOTS if on_gpu() else 1)
         self._sizes = slot_sizes(self._slots)
         self._pages_each = -(-settings.max_context // entries)
-        number = max(self._pages_each, -(-settings.cache_tokens // entries))
+        number = -(-settings.cache_tokens // entries)
+        if not settings.cache_tokens:
+            own = -(-(settings.max_context - settings.beginning_tokens) // entries)
+            number = self._slots * own + self._pages_each  # the oldest one may hold some back
+        number = max(self._pages_each, number)
         number = min(number, self._pages_each * max(self._slots, settings.num_slots) * 8)
         self._pool = PagePool(number, entries)
         self._rows = list(range(settings.num_beginnings - 1, -1, -1))

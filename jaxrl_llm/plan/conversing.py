@@ -109,7 +109,7 @@ class Conversations:
             EngineSettings(
                 max_context=self.max_context,
                 num_slots=slots,
-                cache_tokens=settings.cache_tokens or slots * data.max_response_length,
+                cache_tokens=settings.cache_tokens,
                 stop_ids=self.driver.stop_ids(plain=plain),
                 sampling=settings.sampling,
                 num_beginnings=max(1, -(-slots // group) + 1),

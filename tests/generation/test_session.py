@@ -157,6 +157,19 @@ def test_an_old_sequence_comes_back_when_younger_ones_hold_slots_and_pages():
     assert one.tokens == young[1].tokens
 
 
+def test_without_a_size_the_cache_has_room_for_every_slot():
+    """A page is shorter than a response, so the numbers of ids alone would give too few pages."""
+    rows = {"num_beginnings": 7, "beginning_tokens": P}
+    engine = engine_of(num_slots=7, cache_tokens=0, entries=R - 1, stop_ids=(), **rows)
+    tokens, lengths, ids = prompts(7)
+    for i in range(7):
+        prompt = tokens[i, : lengths[i]].tolist()
+        beginning = engine.beginning(prompt)
+        engine.add(prompt, limit=R, seed_key=KEY, sample_id=int(ids[i]), beginning=beginning)
+    engine.step(enough=7)
+    assert engine.counts()["waiting"] == 7 and engine.num_steps == R
+
+
 def test_an_equal_beginning_is_not_computed_again():
     prompt = np.random.default_rng(0).integers(6, VOCAB, 30).tolist()
     engine = engine_of(max_context=CONTEXT, cache_tokens=4 * CONTEXT, num_slots=2)

@@ -8,7 +8,10 @@ Source: the table of verl's docs/algo/baseline.md and the log that it names,
 micro-batch sizes are ours. 7,473 problems are 29 whole batches, so 15 epochs are 435 steps.
 
 Needs a hub (or --config.actor.path=HF_DIR) and the data set as verl's
-`examples/data_preprocess/gsm8k.py` writes it: ~/data/gsm8k/train.parquet and test.parquet.
+`examples/data_preprocess/gsm8k.py` writes it: ~/data/gsm8k/train.parquet and test.parquet. The
+files of `jaxrl prepare data gsm8k --output=data/gsm8k` do as well:
+--config.data.train_files=[data/gsm8k/train.jsonl] --config.data.val_files=[data/gsm8k/test.jsonl]
+--config.data.prompt_style=chat
 """
 
 from pathlib import Path

@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+from documented_metrics import documented
+
 from jaxrl_llm.config import AlarmsConfig, Config, RewardConfig, RewardModelConfig, SupervisedConfig
 from jaxrl_llm.config.algorithms import ALGORITHMS, Clipped
 from jaxrl_llm.launch.config_keys import GIVEN, comments, help_text, page, sections
-from jaxrl_llm.typed_records.record import Record
+from jaxrl_llm.typed_records.record import Record, fields_of
 from jaxrl_llm.typed_records.tree import entries, every
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,21 @@ def test_a_key_without_a_comment_has_that_of_its_base_or_of_the_record():
     assert {key.name: key.comment for key in of_dapo}["algorithm.clip_high"] == (
         comments(Clipped)["clip_high"]
     )
+
+
+def test_troubleshooting_names_keys_and_metrics_that_there_are():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    listed = {key.name for _, _, keys in sections() for key in keys}
+    listed |= {f"algorithm.{name}" for kind in ALGORITHMS for name in fields_of(kind)}
+    metrics = documented()
+    named = re.findall(r"`([a-z][\w./<>-]*(?:=[\w.]+)?)`", page)
+    spans = {span.partition("=")[0] for span in named}
+    groups = {name.partition(".")[0] for name in listed}
+    keys = {s for s in spans if "." in s and s.partition(".")[0] in groups} | {"max_staleness"}
+    assert len(keys) > 25 and keys <= listed, keys - listed
+    numbers = {span for span in spans if "/" in span}
+    assert len(numbers) > 15
+    assert [name for name in numbers if not metrics.fullmatch(name.replace("<source>", "x"))] == []
 
 
 def test_help_fits_a_terminal():

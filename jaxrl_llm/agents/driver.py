@@ -187,7 +187,7 @@ class Driver:
         done: dict[str, Trajectory] = {}
         while self.has_work:
             done.update({trajectory.id: trajectory for trajectory in self.advance(engine)})
-        return [done[_id_of(sample)] for sample in samples]
+        return [done[id_of(sample)] for sample in samples]
 
     def add(self, engine: Engine, sample: Sample) -> None:
         """Begin a sample. Raises ValueError for a row that names no environment or tool here."""
@@ -199,7 +199,7 @@ class Driver:
             self._begin(engine, live, None)
             return
         live.environment, live.session = index, self._new_session()
-        self._submit(live, Reset(index, self._columns(sample)))
+        self._submit(live, Reset(index, columns_of(sample, self._settings.seed)))
 
     def advance(self, engine: Engine) -> list[Trajectory]:
         """Take results of tools, advance the engine once, and give the samples that ended."""
@@ -238,19 +238,6 @@ class Driver:
                 f"{', '.join(self._environments) or 'none'}"
             )
         return self._environments[named]
-
-    def _columns(self, sample: Sample) -> dict[str, Any]:
-        """What `reset` may ask for."""
-        prompt = sample.prompt
-        text: Any = prompt.text if prompt.messages is None else [*prompt.messages]
-        return {
-            "seed": _seed(self._settings.seed, sample.step, "sample", sample.sample),
-            "group_seed": _seed(self._settings.seed, sample.step, "group", sample.group),
-            **{name: value for name, value in prompt.columns.items() if name != "environment"},
-            "prompt": text,
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-        }
 
     def _begin(self, engine: Engine, live: _Live, opening: Any) -> None:
         prompt, info = live.sample.prompt, live.info
@@ -472,7 +459,7 @@ class Driver:
         response, mask = _response(conversation, sequence, reason)
         self._finished.append(
             Trajectory(
-                id=_id_of(sample),
+                id=id_of(sample),
                 sample=sample.sample,
                 group=sample.group,
                 prompt_ids=tuple(prompt_ids),
@@ -505,7 +492,22 @@ def _response(
     return conversation.response + cut, conversation.mask + [1] * len(cut)
 
 
-def _id_of(sample: Sample) -> str:
+def columns_of(sample: Sample, seed: int) -> dict[str, Any]:
+    """What an environment or a program gets of a row. `seed` is the run's."""
+    prompt = sample.prompt
+    text: Any = prompt.text if prompt.messages is None else [*prompt.messages]
+    return {
+        "seed": _seed(seed, sample.step, "sample", sample.sample),
+        "group_seed": _seed(seed, sample.step, "group", sample.group),
+        **{name: value for name, value in prompt.columns.items() if name != "environment"},
+        "prompt": text,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+    }
+
+
+def id_of(sample: Sample) -> str:
+    """The name of a trajectory: step and sample."""
     return f"{sample.step}-{sample.sample}"
 
 

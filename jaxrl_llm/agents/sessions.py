@@ -22,6 +22,7 @@ from jaxrl_llm.agents.environments import (
     call_tool,
     environment_info,
 )
+from jaxrl_llm.agents.running import open_program
 from jaxrl_llm.agents.tools import Result, ToolInfo, describe
 from jaxrl_llm.rewards.calling import CallError, printable
 
@@ -35,6 +36,7 @@ class Setup:
     tools: tuple[Reference, ...] = ()
     environments: tuple[tuple[str, Reference], ...] = ()  # with their names
     most: int = 0  # tokens of a result that are kept; 0: all
+    program: Reference | str | None = None  # a function, or a command line
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,16 @@ class Grade:
     """Ask for the reward. Answered with a number or None."""
 
 
-Action = Reset | Say | Calls | Grade
+@dataclass(frozen=True)
+class Run:
+    """Run the program for a row, against a server. Answered with a number or None."""
+
+    row: Mapping[str, Any]
+    base_url: str
+    api_key: str
+
+
+Action = Reset | Say | Calls | Grade | Run
 Value = Observation | Step | tuple[Result, ...] | float
 
 
@@ -109,6 +120,7 @@ class Host:
             kind = adapter[0] if adapter else _load(path, settings, pickled)
             self._kinds.append(functools.partial(kind, **settings))
         self._instances: dict[int, Instance] = {}
+        self._program = open_program(setup.program, _load) if setup.program else None
 
     def describe(self) -> Description:
         """What the model and the loop see. Raises ValueError as the class does."""
@@ -166,6 +178,9 @@ class Host:
             return await self._instances[session].step(action.text)
         if isinstance(action, Grade):
             return await self._instances[session].reward()
+        if isinstance(action, Run):
+            assert self._program is not None
+            return await self._program(action.row, action.base_url, action.api_key)
         names = [name for name, _ in action.calls]
         calls = [
             call_tool(self._function(session, name), arguments, self._most)

@@ -34,7 +34,13 @@ ENVIRONMENTS: dict[type[c.Environment], type] = {
 
 def has_turns(config: c.Config) -> bool:
     """Whether answers of the run may have several turns."""
-    return bool(config.rollout.tools or config.rollout.environment)
+    rollout = config.rollout
+    return bool(rollout.tools or rollout.environment or rollout.program)
+
+
+def gives_rewards(config: c.Config) -> bool:
+    """Whether an environment or a program may give rewards of its own."""
+    return bool(config.rollout.environment) or isinstance(config.rollout.program, c.Custom)
 
 
 def open_driver(

@@ -25,6 +25,8 @@ def records(trajectories: Sequence[Trajectory]) -> list[Record]:
             "cut": sum(turn.num_cut for turn in t.turns),
             "reward": t.reward,
             "tool_s": t.tool_s,
+            "branches": t.num_branches,
+            "shortened": t.shortened,
         }
         for t in trajectories
     ]
@@ -68,6 +70,11 @@ def _of_valid(samples: Sequence[Record]) -> dict[str, float]:
             result[f"tools/{name}"] = sum(sample[key] for sample in samples) / len(calls)
         for status, count in Counter(calls).items():
             result[f"parse/{status}"] = count / len(calls)
+    if any(sample["branches"] for sample in samples):
+        forked = sum(sample["branches"] > 1 for sample in samples)
+        result["rollout/fork_frac"] = forked / len(samples)
+        shortened = sum(sample["shortened"] for sample in samples)
+        result["rollout/shortened_frac"] = shortened / len(samples)
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     return result | (_spread("env/reward", rewards) if rewards else {})
 

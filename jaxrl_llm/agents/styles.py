@@ -127,9 +127,16 @@ class ChatStyle:
         return list(self._encoded(text))
 
     def results(
-        self, calls: Sequence[Call], results: Sequence[Result], stop: int
+        self,
+        calls: Sequence[Call],
+        results: Sequence[Result],
+        stop: int,
+        then: Sequence[Message] = (),
     ) -> tuple[list[int], list[Message]]:
-        """Results as one group: in the template's role for them, else as one message."""
+        """Results as one group: in the template's role for them, else as one message.
+
+        Messages may follow in the same turn.
+        """
         names = [call.name or "unknown" for call in calls]
         messages = [
             _tool_message(name, call.id, result.text)
@@ -139,9 +146,10 @@ class ChatStyle:
             text = "\n".join(result.text for result in results)
             messages, names = [messages[0] | {"content": text}], names[:1]
         if self._as_tool:
-            return self._suffix(json.dumps(messages), tuple(names), stop), messages
-        asked = [{"role": "user", "content": messages[0]["content"]}]
-        return self._suffix(json.dumps(asked), (), stop), messages
+            said = [*messages, *then]
+            return self._suffix(json.dumps(said), tuple(names), stop), said
+        asked = [{"role": "user", "content": messages[0]["content"]}, *then]
+        return self._suffix(json.dumps(asked), (), stop), [*messages, *then]
 
     def observation(self, observation: Observation, stop: int) -> tuple[list[int], list[Message]]:
         """Messages of an environment; a text is a user message."""

@@ -54,6 +54,8 @@ class Trajectory:
     differs: bool = False  # the environment, made again, answered otherwise
     messages: tuple[dict[str, Any], ...] = ()  # the conversation, with prompt
     text: str = ""  # last turn, without thinking and special tokens
+    num_branches: int = 0  # sequences that a program's requests began; one is kept
+    shortened: bool = False  # its end did not fit into the row
     tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for tools
 
     @property

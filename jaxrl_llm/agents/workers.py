@@ -121,7 +121,7 @@ class ToolWorkers:
         self._workers = [worker(1) for _ in range(num_workers)]
         self._wide = worker(MOST_WAITING)
         try:
-            self.description = self._workers[0].describe()
+            self.description = (self._workers or [self._wide])[0].describe()
         except ValueError:
             self.close()
             raise

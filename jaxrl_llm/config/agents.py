@@ -80,12 +80,28 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, Kind | type | Mapping) else value
 
 
+class Command(Kind, kind="command"):
+    """A program of yours as a command line, run without a shell."""
+
+    line: str  # command line; its environment has OPENAI_BASE_URL and OPENAI_API_KEY
+
+
+def _as_command(value: Any) -> Any:
+    """A text with blanks is a command line."""
+    is_line = isinstance(value, str) and " " in value.strip()
+    return {"kind": "command", "line": value} if is_line else value
+
+
 TOOLS, ENVIRONMENTS = kinds_of(Tool), kinds_of(Environment)
 ToolSettings = Annotated[Tool | Custom, one_of(*TOOLS, Custom, Given), GIVEN]
 EnvironmentSettings = Annotated[
     Environment | Custom, one_of(*ENVIRONMENTS, Custom, Given), GIVEN_CLASS
 ]
 Environments = Annotated[Many[EnvironmentSettings], BeforeValidator(_one_or_many)]
+ProgramSettings = Annotated[
+    Command | Custom, one_of(Command, Custom, Given), GIVEN, BeforeValidator(_as_command)
+]
 __all__ = records_in(  # pyright: ignore
     __name__, "TOOLS", "ENVIRONMENTS", "ToolSettings", "Environments",
+    "ProgramSettings",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import BeforeValidator
 
-from jaxrl_llm.config.agents import Environments, ToolSettings
+from jaxrl_llm.config.agents import Environments, ProgramSettings, ToolSettings
 from jaxrl_llm.config.alarms import AlarmsConfig, AlarmSettings
 from jaxrl_llm.config.algorithms import PPO, AlgorithmSettings
 from jaxrl_llm.config.graders import OwnFunction, RewardFunction
@@ -403,6 +403,11 @@ class RolloutConfig(Record):
     max_tool_result_tokens: Whole = 1024  # tokens of the results of a turn; 0: no limit
     tool_timeout_s: Seconds = 30.0  # time limit of a call, and of a step of an environment
     num_tool_workers: Processes = 2  # processes for tools and environments of yours
+    # Program that answers each sample with a client of OpenAI's API: a function of yours,
+    # my_file.py:agent, or a command line: docs/any-harness.md.
+    program: Maybe[ProgramSettings] = None
+    program_timeout_s: Seconds = 1800.0  # time limit of a program, with its waiting for the model
+    num_programs: Count = 256  # most programs that run at once, on each host
 
 
 class SourceGrader(Record):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.agents.setup import gives_rewards
 from jaxrl_llm.agents.statistics import metrics as turn_metrics
 from jaxrl_llm.agents.statistics import records
 from jaxrl_llm.agents.trajectory import Trajectory
@@ -399,7 +400,7 @@ def open_validator(
     grader = open_graders(config, stack)
     prompts = load_run_prompts(config, held_out_sources(config), tokenizer, run_dir)
     environment: Literal["none", "added", "alone"] = "none"
-    if config.rollout.environment and validation.grader is None:
+    if gives_rewards(config) and validation.grader is None:
         environment = "added" if config.reward.functions else "alone"
     columns: Mapping[str, Sequence[str]] = columns_by_source(prompts)
     if turns is not None:

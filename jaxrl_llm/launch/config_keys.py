@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AllowInfNan
 
-from jaxrl_llm.config.agents import ENVIRONMENTS, TOOLS
+from jaxrl_llm.config.agents import ENVIRONMENTS, TOOLS, Command
 from jaxrl_llm.config.algorithms import ALGORITHMS
 from jaxrl_llm.config.graders import GRADERS
 from jaxrl_llm.config.schema import (
@@ -54,6 +54,7 @@ KINDS: tuple[tuple[str, str, tuple[type[Kind], ...]], ...] = (
     ("Reward functions and graders", "reward.functions.0", (*GRADERS, Custom)),
     ("Tools", "rollout.tools.0", (*TOOLS, Custom)),
     ("Environments", "rollout.environment.0", (*ENVIRONMENTS, Custom)),
+    ("Programs", "rollout.program", (Command, Custom)),
     ("Tasks", "data.train_tasks.0", TASKS),
     ("Priorities", "data.priority", PRIORITIES),
 )

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from jaxrl_llm.rewards.manager import RewardFailure
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
 
+if TYPE_CHECKING:
+    from jaxrl_llm.server.programs import Programs
+
 PROMPTS = ("prompts", "prompt_lengths")
 TURN_IDS, STATE_KEYS = "turn_ids", "state_keys"
 
@@ -52,7 +55,7 @@ class Conversations:
 
     config: Config
     tokenizer: Tokenizer
-    driver: Driver
+    driver: "Driver | Programs"
     _forms: dict[Any, Any] = field(default_factory=dict)
     _saved: int = 0  # step of the last checkpoint that was begun
 
@@ -100,6 +103,8 @@ class Conversations:
         spec, params = self._formed(role, state, settings, dtype)
         devices = [d for d in role.mesh.devices.flat if d.process_index == jax.process_index()]
         data, group = self.config.data, settings.group
+        # Programs write prompts of their own, so each sequence has its prompt in its pages.
+        shares = isinstance(self.driver, Driver)
         rows = max(1, -(-len(samples) // len(devices)))
         slots = min(settings.num_slots or rows, rows)
         plain = any(sample.prompt.messages is None for sample in samples)
@@ -112,8 +117,8 @@ class Conversations:
                 cache_tokens=settings.cache_tokens,
                 stop_ids=self.driver.stop_ids(plain=plain),
                 sampling=settings.sampling,
-                num_beginnings=max(1, -(-slots // group) + 1),
-                beginning_tokens=data.max_prompt_length,
+                num_beginnings=max(1, -(-slots // group) + 1) if shares else 0,
+                beginning_tokens=data.max_prompt_length if shares else 0,
                 group=group,
                 quantization=settings.quantization,
                 in_generation_form=True,
@@ -279,7 +284,7 @@ class Converse(Stage):
             writes[ROUTES][row, self.prompt : self.prompt + len(after)] = after
         if KEPT in writes:
             for place, ids in sequence.kept.items():
-                if (column := place - sequence.num_prompt) < length:
+                if 0 <= (column := place - len(prompt)) < length:
                     writes[KEPT][row, column] = ids
 
 
@@ -324,9 +329,14 @@ def check_turns(config: Config, sampler: Role) -> None:
     for key, is_set in refused.items():
         if is_set:
             raise ConfigError(
-                f"{key}: config.rollout.tools and config.rollout.environment do not work with it "
-                "yet; leave it at its default"
+                f"{key}: config.rollout.tools, environment and program do not work with it yet; "
+                "leave it at its default"
             )
+    if config.rollout.program is not None and sampler.spec.config.delta is not None:
+        raise ConfigError(
+            "config.rollout.program: this model has states, which do not work with it yet; take "
+            "config.rollout.tools or config.rollout.environment"
+        )
 
 
 def open_conversations(
@@ -338,6 +348,10 @@ def open_conversations(
 
     Raises: ValueError, with the remedy, for tools and environments that cannot be loaded.
     """
+    if config.rollout.program is not None:
+        from jaxrl_llm.server.programs import open_programs  # packages of the extra `serve`
+
+        return Conversations(config, tokenizer, open_programs(config, tokenizer))
     if not has_turns(config):
         return None
     if folder is not None:

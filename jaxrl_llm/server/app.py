@@ -23,7 +23,6 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxrl_llm.agents.tool_calls import ToolCallParser
-from jaxrl_llm.generation.session import Engine
 from jaxrl_llm.server.jobs import Choice, Job, Jobs
 from jaxrl_llm.server.metrics import Metrics
 from jaxrl_llm.server.protocol import (
@@ -40,6 +39,7 @@ from jaxrl_llm.server.worker import Worker
 from jaxrl_llm.tokenizer import Tokenizer
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+GiveBack = Callable[[bool], None]  # takes whether the answer was delivered
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 # The first sign of a call of a tool, or of thinking. What follows is not sent before the end, and
 # neither is anything once there is a token that may be a delimiter.
@@ -54,7 +54,7 @@ class Application:
 
     def __init__(
         self,
-        engine: Engine,
+        worker: Worker,
         tokenizer: Tokenizer,
         name: str,
         context: int,
@@ -62,7 +62,7 @@ class Application:
     ) -> None:
         self._tokenizer, self._name, self._context = tokenizer, name, context
         self._settings = settings
-        self._worker = Worker(engine)
+        self._worker = worker
         self._jobs = Jobs(self._worker, tokenizer, seed=settings.seed, most=settings.queue)
         self._reader = ThreadPoolExecutor(1)  # encodes long prompts, one after the other
         self._texts = TokenTexts(tokenizer)
@@ -76,16 +76,19 @@ class Application:
         """
         hosts = ["*"] if any_host else [*LOOPBACK]
         return Starlette(
-            routes=[
-                self._route("/v1/chat/completions", partial(self._answer, read_chat), "POST"),
-                self._route("/v1/completions", partial(self._answer, read_completion), "POST"),
-                self._route("/v1/models", self._models),
-                self._route("/metrics", self._metric_text),
-                self._route("/health", self._health, free=True),
-            ],
+            routes=self._routes(),
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
             lifespan=self._lifespan,
         )
+
+    def _routes(self) -> list[Route]:
+        return [
+            self._route("/v1/chat/completions", partial(self._answer, read_chat), "POST"),
+            self._route("/v1/completions", partial(self._answer, read_completion), "POST"),
+            self._route("/v1/models", self._models),
+            self._route("/metrics", self._metric_text),
+            self._route("/health", self._health, free=True),
+        ]
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -131,18 +134,9 @@ class Application:
             raise _too_late() from None
         if self._worker.failure is not None:
             raise ApiError(503, f"the engine failed: {self._worker.failure}", kind="server_error")
-        read = partial(read, raw, self._tokenizer, name=self._name, context=self._context)
-        if len(raw) < LONG_BODY:  # another thread would have to wait for the engine's
-            asked = read()
-        else:  # it may take seconds, and streams go on meanwhile
-            asked = await asyncio.get_running_loop().run_in_executor(self._reader, read)
-        # A client with the same key that sends the same again is taken for the same client.
-        key = request.headers.get("authorization", "").encode()
-        name = hashlib.blake2b(b"\0".join((request.url.path.encode(), key, raw))).digest()
-        job = self._jobs.take(asked, name, again=request.headers.get(RETRIED, "0") != "0")
-        writer = Writer(asked, self._texts, name=self._name, number=job.id, created=job.created)
-        answer = _Answer(job, writer, self._tokenizer)
-        leave = partial(self._leave, job, name, began)
+        job, give_back = await self._job(read, request, raw)
+        asked, answer = job.asked, self._answer_of(job)
+        leave = partial(self._leave, job, give_back, began)
         stream = _EventStream(answer, until, leave)
         response: Response | None = None
         try:
@@ -159,13 +153,32 @@ class Application:
             if response is not stream:
                 leave(response is not None)
 
-    def _leave(self, job: Job, name: bytes, began: float, delivered: bool) -> None:
+    async def _job(
+        self, read: Callable[..., Asked], request: Request, raw: bytes
+    ) -> tuple[Job, GiveBack]:
+        """The answer in the making, and how its connection gives it back."""
+        read = partial(read, raw, self._tokenizer, name=self._name, context=self._context)
+        if len(raw) < LONG_BODY:  # another thread would have to wait for the engine's
+            asked = read()
+        else:  # it may take seconds, and streams go on meanwhile
+            asked = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+        # A client with the same key that sends the same again is taken for the same client.
+        key = request.headers.get("authorization", "").encode()
+        name = hashlib.blake2b(b"\0".join((request.url.path.encode(), key, raw))).digest()
+        job = self._jobs.take(asked, name, again=is_retry(request))
+        return job, lambda delivered: self._jobs.leave(job, name, delivered=delivered)
+
+    def _answer_of(self, job: Job) -> "_Answer":
+        writer = Writer(job.asked, self._texts, name=self._name, number=job.id, created=job.created)
+        return _Answer(job, writer, self._tokenizer)
+
+    def _leave(self, job: Job, give_back: GiveBack, began: float, delivered: bool) -> None:
         """Count an answer, and give its job back."""
         if delivered:
             self._metrics.answer.observe(time.monotonic() - began)
             self._metrics.prompt_tokens.inc(sum(map(len, job.asked.prompts)))
             self._metrics.sampled_tokens.inc(job.sampled)
-        self._jobs.leave(job, name, delivered=delivered)
+        give_back(delivered)
 
     async def _body(self, request: Request) -> bytes:
         """The body of a request. Raises ApiError if it is too long or no JSON.
@@ -210,7 +223,7 @@ class _Answer:
     def __init__(self, job: Job, writer: Writer, tokenizer: Tokenizer) -> None:
         self._job, self._writer = job, writer
         tools = job.asked.tools
-        self._parser = ToolCallParser(tokenizer, tools) if tools else None
+        self._parser = (job.parser or ToolCallParser(tokenizer, tools)) if tools else None
         self._delimiters = {i for i, _ in tokenizer.added_tokens.values()} if tools else set()
 
     def whole(self) -> dict[str, Any]:
@@ -296,6 +309,11 @@ class _Answer:
             tool_calls=calls,
             finish_reason="tool_calls" if part.finish_reason == "stop" else part.finish_reason,
         )
+
+
+def is_retry(request: Request) -> bool:
+    """True if the client sends a request again."""
+    return request.headers.get(RETRIED, "0") != "0"
 
 
 def _call_id(place: str) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from jaxrl_llm.agents.tool_calls import ToolCallParser
 from jaxrl_llm.generation.completions import TextStream
 from jaxrl_llm.generation.sequence import Sampling
 from jaxrl_llm.server.protocol import ApiError, Asked
@@ -117,6 +118,7 @@ class Job:
         self.delivered = False  # a connection got all of it
         self.left_at = 0.0  # monotonic time when the last connection was gone
         self.changed = asyncio.Event()  # another one after each change
+        self.parser: ToolCallParser | None = None  # reads calls; None: the model's own
 
     @property
     def ended(self) -> bool:

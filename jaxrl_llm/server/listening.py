@@ -4,12 +4,14 @@ import atexit
 import socket
 import threading
 from types import TracebackType
+from typing import Self
 
 import uvicorn
 
 from jaxrl_llm.generation.session import Engine
 from jaxrl_llm.server.app import Application
 from jaxrl_llm.server.settings import ServerSettings
+from jaxrl_llm.server.worker import Worker
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.typed_records.messages import ConfigError
 
@@ -17,23 +19,15 @@ BACKLOG = 2048  # connections that may wait to be accepted
 LAST_S = 5  # how long open answers may go on when the server ends
 
 
-class Server:
-    """Serves one model at `url`, until `close`. `context` is the longest sequence of `engine`."""
+class Listener:
+    """An application that listens, until `close`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        name: str,
-        context: int,
-        settings: ServerSettings,
-    ) -> None:
+    def __init__(self, application: Application, settings: ServerSettings) -> None:
         """Begin to listen. ConfigError where the port is in use."""
         host = settings.host
         self._socket = open_socket(settings)
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/v1"
-        application = Application(engine, tokenizer, name, context, settings)
         config = uvicorn.Config(
             application.starlette(any_host=not _is_loopback(host)),
             log_level="warning",
@@ -61,7 +55,7 @@ class Server:
         self._thread.join()
         self._socket.close()
 
-    def __enter__(self) -> "Server":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -71,6 +65,22 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Server(Listener):
+    """Serves one model at `url`, until `close`. `context` is the longest sequence of `engine`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        name: str,
+        context: int,
+        settings: ServerSettings,
+    ) -> None:
+        """Begin to listen. ConfigError where the port is in use."""
+        application = Application(Worker(engine), tokenizer, name, context, settings)
+        super().__init__(application, settings)
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:

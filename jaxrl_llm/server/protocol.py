@@ -5,7 +5,7 @@ supported gets 400 with the reason.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -70,6 +70,7 @@ class ApiError(Exception):
         return {"error": error}
 
 
+Row = Mapping[str, Any]  # messages as `prompt`, `tools`, `chat_template_kwargs`
 Choices = Annotated[int, Ge(1), Le(MOST_CHOICES)]
 TokenIds = Annotated[tuple[Whole, ...], Strict(False)]
 
@@ -134,8 +135,19 @@ class Asked:
         return len(self.prompts) * self.n
 
 
-def read_chat(raw: bytes, tokenizer: Tokenizer, *, name: str, context: int) -> Asked:
-    """The request of a body of /v1/chat/completions. ApiError for a bad one."""
+def read_chat(
+    raw: bytes,
+    tokenizer: Tokenizer,
+    *,
+    name: str | None,
+    context: int,
+    encode: Callable[[Row], Sequence[int]] | None = None,
+) -> Asked:
+    """The request of a body of /v1/chat/completions. ApiError for a bad one.
+
+    `encode` gives the ids of messages, tools and variables; None: the chat template's own ids.
+    Without a `name` the request may name any model.
+    """
     body = _read(_ChatBody, raw, name)
     if body.tool_choice not in ("auto", "none"):
         raise ApiError(
@@ -147,7 +159,7 @@ def read_chat(raw: bytes, tokenizer: Tokenizer, *, name: str, context: int) -> A
         "tools": tools or None,
         "chat_template_kwargs": body.chat_template_kwargs or None,
     }
-    ids = _encoded(row, tokenizer, "messages")
+    ids = tuple(encode(row)) if encode else encoded(row, tokenizer, "messages")
     limits = [x for x in (body.max_tokens, body.max_completion_tokens) if x is not None]
     return _asked(
         body,
@@ -167,7 +179,7 @@ def read_completion(raw: bytes, tokenizer: Tokenizer, *, name: str, context: int
     several = isinstance(body.prompt, list) and not all(isinstance(x, int) for x in body.prompt)
     prompts: list[Any] = list(body.prompt) if several else [body.prompt]
     ids = [
-        _encoded({"prompt": prompt}, tokenizer, "prompt")
+        encoded({"prompt": prompt}, tokenizer, "prompt")
         if isinstance(prompt, str)
         else _known(prompt, tokenizer)
         for prompt in prompts
@@ -183,14 +195,20 @@ def read_completion(raw: bytes, tokenizer: Tokenizer, *, name: str, context: int
     )
 
 
-def _read(cls: type[Any], raw: bytes, name: str) -> Any:
-    """A checked body."""
+def values_of(raw: bytes) -> dict[str, Any]:
+    """The object of a body. ApiError for another text."""
     try:
         values = orjson.loads(raw)
     except ValueError as error:
         raise ApiError(400, f"the {BODY} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ApiError(400, f"the {BODY} is JSON, but no object")
+    return values
+
+
+def _read(cls: type[Any], raw: bytes, name: str | None) -> Any:
+    """A checked body."""
+    values = values_of(raw)
     for key, only in ONLY.items():
         value = values.pop(key, None)
         if value is not None and value != only:
@@ -200,13 +218,13 @@ def _read(cls: type[Any], raw: bytes, name: str) -> Any:
         body = validate(cls, values)
     except ValidationError as error:
         raise ApiError(400, str(explain(error, cls, BODY))) from None
-    if body.model not in ("", name):
+    if name is not None and body.model not in ("", name):
         message = f"there is no model {body.model!r} here; the model is {name!r}"
         raise ApiError(404, message, code="model_not_found")
     return body
 
 
-def _encoded(row: Mapping[str, Any], tokenizer: Tokenizer, key: str) -> tuple[int, ...]:
+def encoded(row: Row, tokenizer: Tokenizer, key: str) -> tuple[int, ...]:
     """The ids of a text or of messages, as `generate` and training make them."""
     try:
         return prompt_of(row, "prompt", tokenizer, data_source=BODY, index=0).token_ids

@@ -47,12 +47,13 @@ class Receiver(Protocol):
 
 
 @dataclass(eq=False)
-class _Running:
+class Running:
     """A sequence of the engine, and what its receiver has of it."""
 
     sequence: Sequence
     receiver: Receiver
     sent: int  # tokens, the prompt included
+    wanted: Wanted
 
 
 _Brought = tuple[Receiver, list[int], list[float], str | None]
@@ -68,8 +69,8 @@ class Worker:
         self._wake = threading.Condition()
         self._closing = False
         self._receivers: set[Receiver] = set()  # those that want tokens; of the event loop
-        self._running: dict[Receiver, _Running] = {}  # of the thread
-        self._by_sequence: dict[Sequence, _Running] = {}  # the same
+        self._running: dict[Receiver, Running] = {}  # of the thread
+        self._by_sequence: dict[Sequence, Running] = {}  # the same
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -129,33 +130,49 @@ class Worker:
             log.exception("the engine failed")
             self._call(self._fail, error)
 
-    def _work(self) -> bool:
-        """Carry out the orders and one step; False when the end was ordered."""
+    def _work(self, wait_s: float | None = None) -> bool:
+        """Carry out the orders and one step; False when the end was ordered.
+
+        With nothing to do it waits, at most `wait_s`.
+        """
         with self._wake:
-            while not (self._orders or self._engine.has_work or self._closing):
-                self._wake.wait()
+            self._wake.wait_for(self._has_work, wait_s)
             orders, self._orders = self._orders, []
         for order in orders:
             order()
         if not self._closing and self._engine.has_work:
-            # Between two calls the device waits for the host: the longer, the more sequences.
-            few = len(self._running) < MANY
-            self._hand_over(self._engine.step(FEW_STEPS if few else 0))
+            self._hand_over(self._step())
         return not self._closing
+
+    def _has_work(self) -> bool:
+        return bool(self._orders or self._engine.has_work or self._closing)
+
+    def _step(self) -> Seq[Sequence]:
+        # Between two calls the device waits for the host: the longer, the more sequences.
+        few = len(self._running) < MANY
+        return self._engine.step(FEW_STEPS if few else 0)
+
+    def _begin(self, wanted: Wanted) -> Sequence:
+        """Have the engine answer a prompt. Raises ValueError for one that it cannot answer."""
+        return self._engine.add(
+            wanted.prompt,
+            limit=wanted.limit,
+            seed_key=wanted.seed_key,
+            sample_id=wanted.sample_id,
+            sampling=wanted.sampling,
+        )
+
+    def _ended(self, running: Running) -> None:
+        """Free what a sequence that waits holds."""
+        self._engine.finish(running.sequence)
 
     def _add(self, wanted: Wanted, receiver: Receiver) -> None:
         try:
-            sequence = self._engine.add(
-                wanted.prompt,
-                limit=wanted.limit,
-                seed_key=wanted.seed_key,
-                sample_id=wanted.sample_id,
-                sampling=wanted.sampling,
-            )
+            sequence = self._begin(wanted)
         except ValueError as error:  # this request cannot be answered; others can
             self._call(receiver.fail, error)
             return
-        running = _Running(sequence, receiver, len(sequence.tokens))
+        running = Running(sequence, receiver, len(sequence.tokens), wanted)
         self._running[receiver] = self._by_sequence[sequence] = running
 
     def _abort(self, receiver: Receiver) -> None:
@@ -176,7 +193,7 @@ class Worker:
             if ended:
                 del self._running[running.receiver], self._by_sequence[sequence]
                 if sequence.status == "waiting":
-                    self._engine.finish(sequence)
+                    self._ended(running)
             if tokens or ended:
                 reason = sequence.stop_reason if ended else None
                 brought.append((running.receiver, tokens, logprobs, reason))

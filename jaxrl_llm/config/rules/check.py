@@ -20,7 +20,7 @@ from jaxrl_llm.config.schema import (
 from jaxrl_llm.config.thresholds import parse_rules
 from jaxrl_llm.typed_records.bounds import UpTo
 from jaxrl_llm.typed_records.messages import ConfigError
-from jaxrl_llm.typed_records.record import Record, fields_of
+from jaxrl_llm.typed_records.record import Custom, Record, fields_of
 from jaxrl_llm.typed_records.tree import as_text, every, is_empty, value_at
 
 __all__ = ["OF_THIS_MACHINE", "RULES", "check", "faults"]
@@ -75,7 +75,8 @@ def rewards(c: Config) -> Faults:
     parts = len(c.reward.functions)
     if not is_offline(c):
         models["reward.model"] = c.reward.model
-        if not parts and c.reward.model is None and not c.rollout.environment:
+        gives = c.rollout.environment or isinstance(c.rollout.program, Custom)
+        if not parts and c.reward.model is None and not gives:
             works = "--config.reward.functions=[my_file.py:my_function]"
             yield f"<reward>: it has neither functions nor a model; set {works}"
         weights = {"reward.weights": c.reward.weights}
@@ -173,7 +174,10 @@ def _shared_weights(c: Config, critic: CriticConfig) -> Faults:
 RULES: tuple[Callable[[Config], Faults], ...] = (
     conflicts, sizes.placement, sizes.batches, sizes.lengths,
     rewards, bounds, optimizers, correction, sizes.phases_of_mesh, steps, data, models,
-    paths.rows, sizes.trainings, paths.folders, paths.functions, paths.trackers,
+    paths.rows, sizes.trainings, paths.folders, paths.functions, paths.server,
+    paths.trackers,
 )  # fmt: skip
 # Rules about files, folders and packages. They may hold on another machine.
-OF_THIS_MACHINE = (paths.rows, paths.folders, paths.functions, paths.trackers)
+OF_THIS_MACHINE = (
+    paths.rows, paths.folders, paths.functions, paths.server, paths.trackers,
+)  # fmt: skip

@@ -176,6 +176,10 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("rollout.mask_truncated", OFFLINE, "an offline run generates no responses"),
     ("rollout.tools", OFFLINE, "an offline run generates no responses"),
     ("rollout.environment", OFFLINE, "an offline run generates no responses"),
+    ("rollout.program", OFFLINE, "an offline run generates no responses"),
+    ("rollout.program", "rollout.tools", "a program runs its own tools"),
+    ("rollout.program", "rollout.environment", "a program is the environment of its samples"),
+    ("rollout.program", "rollout.max_tool_calls", "the calls run in the program"),
     ("teacher", OFFLINE, "an offline run does not read it"),
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # The reference.

@@ -25,6 +25,7 @@ from jaxrl_llm.typed_records.tree import every, value_at
 # Trackers by their names in log.trackers, and the modules that they need. The extra of the package
 # has the tracker's name.
 PACKAGES = {"tensorboard": "tensorboardX"} | {n: n for n in ("wandb", "trackio", "mlflow")}
+SERVER = ("starlette", "uvicorn", "prometheus_client")  # packages of the extra `serve`
 # The argument of `rl.train` for objects of a Python program, by the begin of their key.
 WHERE = {"rollout.tools": "tools", "rollout.environment": "environment", "reward": "rewards"}
 # Packages of environments by the begin of a path, such as textarena:GuessTheNumber-v0.
@@ -95,6 +96,13 @@ def functions(c: Config) -> Faults:
             yield f"<{key}>: its package is not installed: pip install {ADAPTED[package]}"
         elif fault := fault_of(check_path, path):
             yield f"<{key}>: {fault}"
+
+
+def server(c: Config) -> Faults:
+    """A program asks a server, whose packages are an extra."""
+    if c.rollout.program is not None and not all(map(importlib.util.find_spec, SERVER)):
+        needs = f"a program needs {' and '.join(SERVER)}"
+        yield f"<rollout.program>: {needs}: pip install 'jaxrl_llm[serve]'"
 
 
 def trackers(c: Config) -> Faults:

@@ -1,0 +1,259 @@
+"""Answers the samples of a step by a user's program, which asks a server of the engine.
+
+The program runs in worker processes. The server runs in a thread while a batch is generated. The
+trainer's thread drives the engine.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm import config as c
+from jaxrl_llm.agents.conversation import Budgets
+from jaxrl_llm.agents.driver import Sample, columns_of, id_of
+from jaxrl_llm.agents.sessions import Answer, Run, Setup
+from jaxrl_llm.agents.setup import gives_rewards
+from jaxrl_llm.agents.styles import ChatStyle
+from jaxrl_llm.agents.trajectory import StopReason, Trajectory
+from jaxrl_llm.agents.workers import Job, Tools, open_tools
+from jaxrl_llm.generation.engine_group import EngineGroup
+from jaxrl_llm.generation.sequence import Sampling
+from jaxrl_llm.rewards.calling import CallError
+from jaxrl_llm.rewards.graders import worker_limits, worker_reference
+from jaxrl_llm.server.listening import Listener
+from jaxrl_llm.server.sessions import Session, SessionApplication, SessionWorker
+from jaxrl_llm.server.settings import ServerSettings
+from jaxrl_llm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # types.py imports jax
+    from jaxrl_llm.types import Prompt
+
+PATIENCE = 0.02  # seconds of waiting for a request while the engine has nothing to do
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRules:
+    """What the samples of a run have in common."""
+
+    budgets: Budgets
+    max_prompt_length: int
+    sampling: Sampling  # sampling of training; requests may repeat it
+    seed: int = 0  # seed of the run
+    timeout_s: float = 1800.0  # time limit of a program
+    most: int = 256  # programs at once
+    max_retries: int = 1  # further tries with a new session
+    needs_reward: bool = False  # no reward function grades what the program leaves out
+
+
+@dataclass(eq=False)
+class _Live:
+    """A sample that has not ended."""
+
+    sample: Sample
+    place: Any  # where the engine puts its sequences
+    session: Session | None = None
+    retries: int = 0
+
+
+class Programs:
+    """Takes samples, and gives their trajectories, as `Driver` does."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: Tools, rules: ProgramRules) -> None:
+        """Raises: ValueError where turns cannot be added to the chat template."""
+        self._tokenizer, self._tools, self._rules = tokenizer, tools, rules
+        try:
+            ChatStyle(tokenizer)
+        except ValueError as error:
+            raise ValueError(f"config.rollout.program: {error}") from None
+
+    def stop_ids(self, *, plain: bool) -> tuple[int, ...]:
+        """Ids that end a turn, for the engine. Requests are chats, whatever the rows are."""
+        return tuple(self._tokenizer.stop_ids)
+
+    def check(self, prompts: "Iterable[Prompt]") -> None:
+        """Rows may have any form: the program reads them."""
+
+    def drop_before(self, step: int) -> None:
+        """Nothing is kept for a resume."""
+
+    def close(self) -> None:
+        """End the processes of the program."""
+        self._tools.close()
+
+    def run(self, engines: EngineGroup, samples: Sequence[Sample]) -> list[Trajectory]:
+        """The trajectories of all samples, in their order."""
+        rules = self._rules
+        worker = SessionWorker(engines)
+        settings = ServerSettings(port=0, answer_s=rules.timeout_s)
+        application = SessionApplication(
+            worker, self._tokenizer, rules.budgets, rules.max_prompt_length, rules.sampling,
+            settings,
+        )  # fmt: skip
+        done: dict[str, Trajectory] = {}
+        # In the order of the samples, so that no clock says which engine has which.
+        queued = deque(_Live(s, engines.beginning(s.prompt.token_ids)) for s in samples)
+        running = 0
+        with Listener(application, settings) as server:
+            worker.started.wait()
+            while queued or running:
+                while queued and running < rules.most:
+                    self._begin(application, server.url, queued.popleft())
+                    running += 1
+                worker.work(PATIENCE)
+                for job, answer in self._tools.done():
+                    live: _Live = job.owner
+                    assert live.session is not None
+                    session = live.session
+                    worker.run(application.end, session)
+                    worker.release(session)
+                    error = self._error(session, answer)
+                    if error is not None and (error.shared or live.retries < rules.max_retries):
+                        live.retries += not error.shared
+                        self._begin(application, server.url, live, alone=error.shared)
+                        continue
+                    running -= 1
+                    done[id_of(live.sample)] = _trajectory(live, session, answer, error)
+                    if session.kept is not None and session.kept.sequence is not None:
+                        number = live.sample.options["sample_id"]
+                        engines.by_sample[number] = session.kept.sequence
+        trajectories = [done[id_of(sample)] for sample in samples]
+        return with_common_prompts(trajectories, rules.budgets.max_response_length)
+
+    def _begin(
+        self, application: SessionApplication, url: str, live: _Live, *, alone: bool = False
+    ) -> None:
+        """Run the program of a sample, in a new session."""
+        live.session = application.open(live.sample, live.place)
+        name = live.session.name
+        row = columns_of(live.sample, self._rules.seed)
+        action = Run(row, url.replace("/v1", f"/s/{name}/v1"), name)
+        limit = self._rules.timeout_s
+        self._tools.submit(Job(owner=live, action=action, limit=limit, is_async=True, alone=alone))
+
+    def _error(self, session: Session, answer: Answer) -> CallError | None:
+        """Why a sample failed. An error that a limit of the run brought is none."""
+        error = answer.error
+        if session.ended is not None:
+            return error if error is not None and error.kind != "exception" else None
+        if error is not None:
+            return error
+        if session.kept is None:
+            return CallError(kind="no_answer", message="the program got no answer of the model")
+        if self._rules.needs_reward and answer.value is None:
+            why = "the program returned no number, and config.reward.functions is empty"
+            return CallError(kind="no_reward", message=why)
+        return None
+
+
+def _trajectory(
+    live: _Live, session: Session, answer: Answer, error: CallError | None
+) -> Trajectory:
+    """The branch that is kept. The other ones are left out."""
+    sample, branch = live.sample, session.kept
+    reason: StopReason = session.ended or (branch and branch.cut) or "completed"
+    if error is not None:
+        reason = "timeout" if error.kind == "timeout" else "failed"
+    whole = Trajectory(
+        id=id_of(sample),
+        sample=sample.sample,
+        group=sample.group,
+        prompt_ids=tuple(sample.prompt.token_ids),
+        final_reward=answer.value if error is None else None,
+        stop_reason=reason,
+        failure=f"{error.kind}: {error.message}" if error is not None else "",
+        num_retries=live.retries,
+        num_branches=len(session.branches),
+    )
+    if branch is None:
+        return whole
+    return replace(
+        whole,
+        prompt_ids=branch.prompt,
+        response_ids=tuple(branch.response),
+        mask=tuple(branch.mask),
+        logprobs=tuple(branch.logprobs),
+        versions=tuple(branch.versions),
+        turns=tuple(branch.turns),
+        messages=tuple(branch.messages),
+        text=branch.text,
+    )
+
+
+def with_common_prompts(trajectories: Sequence[Trajectory], most: int) -> list[Trajectory]:
+    """Trajectories whose groups have one prompt each: the ids that all of them begin with.
+
+    What a program wrote further belongs to the response, as an observation. Of a response that is
+    then longer than `most` the end is left out. To drop the sample would favour short answers.
+    """
+    begins: dict[int, tuple[int, ...]] = {}
+    for trajectory in trajectories:
+        if trajectory.turns:
+            own = trajectory.prompt_ids
+            begins[trajectory.group] = _common(begins.get(trajectory.group, own), own)
+    return [_begun_with(t, begins[t.group], most) if t.turns else t for t in trajectories]
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return tuple(i for i, _ in pairs)
+
+
+def _begun_with(trajectory: Trajectory, prompt: tuple[int, ...], most: int) -> Trajectory:
+    rest = trajectory.prompt_ids[len(prompt) :]
+    if not rest:
+        return trajectory
+    if not prompt:
+        raise ValueError(
+            "config.rollout.program: the prompts of two samples of one row differ from their first "
+            "token on; begin them with the same text"
+        )
+    number = len(rest)
+    moved = [
+        replace(turn, start=turn.start + number, end=min(turn.end + number, most))
+        for turn in trajectory.turns
+    ]
+    return replace(
+        trajectory,
+        prompt_ids=prompt,
+        response_ids=(*rest, *trajectory.response_ids)[:most],
+        mask=(*[0] * number, *trajectory.mask)[:most],
+        logprobs=(*[0.0] * number, *trajectory.logprobs)[:most],
+        versions=(*[-1] * number, *trajectory.versions)[:most],
+        turns=tuple(turn for turn in moved if turn.start < most),
+        shortened=number + len(trajectory.response_ids) > most,
+    )
+
+
+def open_programs(config: c.Config, tokenizer: Tokenizer) -> Programs:
+    """The program of a run. Close it at the end.
+
+    Raises: ValueError, with the remedy, for a program that cannot be loaded.
+    """
+    rollout, data, rewards = config.rollout, config.data, config.reward
+    program = rollout.program
+    assert program is not None
+    is_line = isinstance(program, c.Command)
+    tools = open_tools(
+        Setup(program=program.line if is_line else worker_reference(program)),
+        local=False,
+        num_workers=0,
+        limits=worker_limits(rewards),
+    )
+    rules = ProgramRules(
+        budgets=Budgets(
+            max_response_length=data.max_response_length,
+            max_context=data.max_row_length,
+            max_turns=rollout.max_turns,
+            max_turn_tokens=rollout.max_turn_tokens,
+        ),
+        max_prompt_length=data.max_prompt_length,
+        sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
+        seed=config.seed,
+        timeout_s=rollout.program_timeout_s,
+        most=rollout.num_programs,
+        max_retries=rewards.max_retries,
+        needs_reward=gives_rewards(config) and not rewards.functions and rewards.model is None,
+    )
+    return Programs(tokenizer, tools, rules)

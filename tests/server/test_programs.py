@@ -1,0 +1,386 @@
+"""Programs with OpenAI's real client, whose requests become turns of training samples."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from agents.conversing import one as driven
+from agents.conversing import open_chat
+from agents.fake_engine import FakeEngine, FakeSequence, prompt_of
+from chat_tokenizer import write_chat_tokenizer
+from tiny_models import tiny_config, write_directory
+
+import jaxrl_llm as rl
+from jaxrl_llm.agents.driver import Sample
+from jaxrl_llm.agents.trajectory import Trajectory, Turn
+from jaxrl_llm.server.programs import open_programs, with_common_prompts
+
+ASKED = [{"role": "user", "content": "17+25?"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+TOOLS = '''
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: One number.
+        b: Other number.
+    """
+    return str(a + b)
+'''
+BEGIN = (
+    TOOLS
+    + """
+import json, openai
+from transformers.utils import get_json_schema
+
+
+def ask(url, key, messages, **options):
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    reply = client.chat.completions.create(model="gpt", messages=messages, **options)
+    return reply.choices[0].message
+"""
+)
+AGENT = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    messages, tools = list(row["prompt"]), [get_json_schema(add)]
+    while True:
+        answer = ask(base_url, api_key, messages, tools=tools)
+        messages.append(answer.model_dump())
+        if not answer.tool_calls:
+            return float(answer.content == "42")
+        for call in answer.tool_calls:
+            text = add(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+"""
+)
+
+
+@dataclass(eq=False)
+class Sequence(FakeSequence):
+    kept: dict = field(default_factory=dict)
+    keys: tuple = ()
+
+
+class Scripted(FakeEngine):
+    """The turns of a sample follow its script, whatever sequence they are in."""
+
+    def __init__(self, tokenizer, scripts):
+        super().__init__(tokenizer, tokenizer.stop_ids)
+        self.scripts, self.by_sample = scripts, {}
+        self.numbers = [count() for _ in scripts]
+
+    def add(self, prompt, *, limit, beginning, seed_key, sample_id):
+        script = self.scripts[sample_id]
+        sequence = Sequence(
+            *(script, list(prompt), len(prompt), limit),
+            *([0.0] * len(prompt), [-1] * len(prompt)),
+            turn=next(self.numbers[sample_id]),
+            keys=(*map(int, seed_key), sample_id),
+        )
+        self.sequences.append(sequence)
+        return sequence
+
+    def append(self, sequence, tokens, *, limit):
+        super().append(sequence, tokens, limit=limit)
+        number = next(i for i, script in enumerate(self.scripts) if script is sequence.script)
+        sequence.turn = next(self.numbers[number])
+
+
+def run(tmp_path, text, *scripts, columns=(), **changes):
+    """Trajectories of samples with these turns, and the engine."""
+    file = tmp_path / "agent.py"
+    file.write_text(text)
+    keys = {"data.max_response_length": 2000, "data.max_prompt_length": 4000}
+    keys |= {"rollout.program": f"{file}:agent", "reward.functions": []}
+    config = rl.load_config("grpo", keys | changes)
+    tokenizer = open_chat()
+    programs, engine = open_programs(config, tokenizer), Scripted(tokenizer, scripts)
+    samples = [
+        Sample(
+            prompt=prompt_of(tokenizer, ASKED, **(columns[i] if columns else {})),
+            step=3,
+            sample=i,
+            group=i // 2,
+            options={"seed_key": [1, 2], "sample_id": i},
+        )
+        for i in range(len(scripts))
+    ]
+    try:
+        return programs.run(engine, samples), engine
+    finally:
+        programs.close()
+
+
+def test_a_conversation_has_the_ids_of_the_driver(tmp_path):
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+    turns = ("Yes. " + CALL, "42")
+    wanted = driven(open_chat(), ASKED, turns, tools=[f"{file}:add"])
+    (own, other), engine = run(tmp_path, AGENT, turns, ("43",))
+    for key in ("prompt_ids", "response_ids", "mask", "logprobs", "versions", "text"):
+        assert getattr(own, key) == getattr(wanted, key), key
+    assert [(t.start, t.end, len(t.calls)) for t in own.turns] == [
+        (t.start, t.end, len(t.calls)) for t in wanted.turns
+    ]
+    assert (own.reward, own.stop_reason, own.num_branches) == (1.0, "completed", 1)
+    assert (other.reward, len(other.turns)) == (0.0, 1)
+    assert all(sequence.status == "ended" for sequence in engine.sequences)
+
+
+RETRIES = (
+    BEGIN
+    + """
+import time, urllib.request
+
+
+def agent(row, base_url, api_key):
+    body = json.dumps({"messages": row["prompt"]}).encode()
+
+    def send(url=base_url, **headers):
+        headers |= {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/chat/completions", body, headers)
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)
+
+    first = send()
+    assert send(**{"x-stainless-retry-count": "1"}) == first
+    by_key = base_url.replace(f"/s/{api_key}", "")
+    assert ask(by_key, api_key, [{"role": "user", "content": "more"}]).content == "b"
+    return 1
+"""
+)
+
+
+def test_retries_add_no_turn_and_the_key_names_a_session(tmp_path):
+    (own,), engine = run(tmp_path, RETRIES, ("a", "b"))
+    assert (own.failure, own.reward, own.num_branches, own.text) == ("", 1.0, 2, "b")
+    assert len(engine.sequences) == 2
+
+
+REFUSED = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    assert ask(base_url, api_key, row["prompt"], temperature=1, top_p=1, seed=None).content == "a"
+    for options in ({"temperature": 0.5}, {"n": 2}, {"stop": ["a"]}, {"seed": 1}, {"top_p": 0.9}):
+        try:
+            ask(base_url, api_key, row["prompt"], **options)
+        except openai.BadRequestError as error:
+            assert next(iter(options)) in str(error), error
+        else:
+            raise AssertionError(options)
+    ask(base_url, api_key, row["prompt"], temperature=0.5)
+"""
+)
+
+
+def test_other_sampling_is_refused_and_an_error_is_a_failure(tmp_path):
+    (own,), _ = run(tmp_path, REFUSED, ("a", "a"))
+    assert own.failed and own.num_retries == 1 and own.reward is None
+    assert own.failure.startswith("exception: RuntimeError: BadRequestError: Error code: 400")
+    assert "body.temperature=0.5: the run samples with 1.0; leave it out" in own.failure
+
+
+BRANCHES = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    def further(messages, text="more"):
+        answer = ask(base_url, api_key, messages).content
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": text}]
+
+    one = further(row["prompt"])
+    two = further(one)
+    other = further(one[:-1] + [{"role": "user", "content": "else"}])
+    assert [m["content"] for m in other if m["role"] == "assistant"] == ["a", "c"]
+    ask(base_url, api_key, [{"role": "user", "content": "name of the chat?"}])
+    further(other)
+    return 0.5
+"""
+)
+
+
+def test_of_several_branches_the_last_one_with_turns_is_kept(tmp_path):
+    (own,), engine = run(tmp_path, BRANCHES, ("a", "b", "c", "d", "e"))
+    tokenizer = open_chat()
+    assert own.num_branches == 3 and not own.failure
+    texts = [m["content"] for m in own.messages]
+    assert texts == ["17+25?", "a", "else", "c", "more", "e"]
+    sampled = [tokenizer.decode(own.response_ids[turn.start : turn.end]) for turn in own.turns]
+    assert sampled == ["a", "c", "e"]
+    wanted = driven_chat(["a", "c", "e"], ["else", "more"])
+    assert own.response_ids == tuple(wanted)
+    assert own.mask.count(1) == 6 and own.versions.count(0) == 6
+    assert len({sequence.keys for sequence in engine.sequences}) == len(engine.sequences)
+
+
+def driven_chat(answers, questions):
+    """The ids of a chat, as the tokenizer has the whole text."""
+    tokenizer, messages = open_chat(), list(ASKED)
+    for answer, question in zip(answers, [*questions, None], strict=True):
+        messages.append({"role": "assistant", "content": answer})
+        if question:
+            messages.append({"role": "user", "content": question})
+    whole = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+    ids = whole[len(tokenizer.encode(tokenizer.apply_chat_template(ASKED))) :]
+    return ids[: len(ids) - ids[::-1].index(tokenizer.eos_id)]
+
+
+LIMITS = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    messages = row["prompt"]
+    while True:
+        answer = ask(base_url, api_key, messages).content
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": "m"})
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "turns"),
+    [
+        ({"rollout.max_turns": 2}, "max_turns", 2),
+        ({"data.max_response_length": 30}, "context_overflow", 2),
+        ({"data.max_response_length": 4}, "max_tokens", 1),
+        ({"rollout.max_turn_tokens": 3}, "max_turn_tokens", 1),
+    ],
+)
+def test_limits_end_a_sample_without_a_failure(tmp_path, changes, reason, turns):
+    (own,), _ = run(tmp_path, LIMITS, ["abcdefgh"] * 9, **changes)
+    assert (own.stop_reason, own.failed, len(own.turns)) == (reason, False, turns)
+    assert len(own.response_ids) == len(own.mask) <= changes.get("data.max_response_length", 99)
+
+
+FAILS = (
+    BEGIN
+    + """
+import asyncio, os, time
+
+async def agent(row, base_url, api_key):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    if row["kind"] == "dies":
+        os._exit(3)
+    if row["kind"] == "hangs":
+        await asyncio.sleep(60)
+    if row["kind"] == "asks nothing":
+        return 1.0
+    reply = await client.chat.completions.create(model="m", messages=row["prompt"])
+    if row["kind"] == "no number":
+        return "good"
+    return 2.0
+"""
+)
+
+
+def test_failures_are_no_rewards(tmp_path):
+    kinds = {
+        "asks nothing": "no_answer: ",
+        "no number": "exception: ValueError: the program returned 'good'",
+        "hangs": "timeout: ",
+        "dies": "crash: ",
+        "fine": "",
+    }
+    trajectories, _ = run(
+        tmp_path,
+        FAILS,
+        *[("a",) * 9] * len(kinds),
+        columns=[{"kind": kind} for kind in kinds],
+        **{"rollout.program_timeout_s": 5.0},
+    )
+    for own, (kind, failure) in zip(trajectories, kinds.items(), strict=True):
+        assert own.failure.startswith(failure), (kind, own.failure)
+        assert own.reward == (2.0 if kind == "fine" else None)
+        assert own.failed == bool(failure)
+
+
+COMMAND = (
+    BEGIN
+    + """
+import os, sys
+
+row = json.load(sys.stdin)
+ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row["prompt"])
+if row["seed"] < 0:
+    sys.exit(2)
+"""
+)
+
+
+def test_a_command(tmp_path):
+    file = tmp_path / "command.py"
+    file.write_text(COMMAND)
+    line = f"{sys.executable} {file}"
+    changes = {"rollout.program": line, "reward.functions": ["exact_answer"]}
+    (own,), _ = run(tmp_path, "", ("a",), **changes)
+    assert (own.failure, own.text, own.reward) == ("", "a", None)
+    with pytest.raises(rl.ConfigError, match="reward: it has neither functions"):
+        rl.load_config("grpo", {"rollout.program": line, "reward.functions": []})
+
+
+TRAINED = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    messages = list(row["prompt"])
+    if row["seed"] % 3 == 0:  # the prompts of a group differ
+        messages[0] = {"role": "user", "content": messages[0]["content"] + "!"}
+    answer = ask(base_url, api_key, messages, max_tokens=6).content
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
+    second = ask(base_url, api_key, messages).content
+    if row["seed"] % 5 == 0:
+        raise ValueError("it fails")
+    return float(len(answer + second))
+"""
+)
+
+
+def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
+    def of(prompt, response):
+        turns = (Turn(start=0, end=2), Turn(start=3, end=len(response)))
+        mask = (1, 1, 0, *[1] * (len(response) - 3))
+        logprobs = tuple(-i / 10 for i in range(len(response)))
+        versions = (0,) * len(response)
+        return Trajectory(
+            id="", sample=0, group=0, prompt_ids=prompt, response_ids=response, mask=mask,
+            logprobs=logprobs, versions=versions, turns=turns,
+        )  # fmt: skip
+
+    one, other = with_common_prompts([of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8, 9))], 4)
+    assert (one.prompt_ids, one.response_ids, one.mask) == ((1, 2), (3, 5, 6, 7), (0, 1, 1, 0))
+    assert one.logprobs == (0, 0, -0.1, -0.2) and one.versions == (-1, 0, 0, 0)
+    assert [(t.start, t.end) for t in one.turns] == [(1, 3)] and one.shortened
+    assert other.prompt_ids == (1, 2) and len(other.response_ids) == 5
+
+
+def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path):
+    folder = write_directory(
+        tmp_path / "model", tiny_config(vocab_size=104, max_position_embeddings=128)
+    )
+    write_chat_tokenizer(folder)
+    file = tmp_path / "agent.py"
+    file.write_text(TRAINED)
+    config = rl.load_config("grpo", {
+        "actor": {"path": str(folder)}, "rollout.program": f"{file}:agent", "total_steps": 2,
+        "run_dir": str(tmp_path / "run"), "data.max_response_length": 64,
+        "data.max_prompt_length": 40, "data.train_batch_size": 4, "actor.ppo_mini_batch_size": 4,
+        "rollout.n": 4, "reward.functions": [], "warmup": None, "validation.every": 2,
+        "validation.before_train": False, "validation.grader": None, "validation.graders": [],
+    })  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
+    rl.train(config, train_data=rows, val_data=rows[:2])
+    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "num_turns/mean" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)
+        assert 1 < step["num_turns/mean"] <= 2 and step["rollout/fork_frac"] == 0
+        assert 0 <= step["env/masked_frac"] < 1
+    assert sum(step["env/masked_frac"] for step in steps) > 0

@@ -19,7 +19,9 @@ from tiny_run import read_jsonl
 
 import jaxrl_llm as rl
 from jaxrl_llm.config import Given
+from jaxrl_llm.data.run_data import load_run_prompts, train_sources
 from jaxrl_llm.object_digests import function_digest, rows_digest
+from jaxrl_llm.tokenizer import CharTokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,6 +210,19 @@ def test_rows_of_another_kind():
     data = datasets.Dataset.from_list(ROWS)
     made = rl.DataConfig(train_rows=data).train_rows
     assert made is not None and (made.num_rows, made.digest) == (16, rows_digest(ROWS))
+
+
+def test_rows_of_grain():
+    grain = pytest.importorskip("grain")
+    data = grain.MapDataset.source(ROWS[::-1])[::-1]
+    made = rl.DataConfig(train_rows=data).train_rows
+    assert made is not None and (made.num_rows, made.digest) == (16, rows_digest(ROWS))
+    changes = {"data.train_tasks": [], "warmup": None}
+    of_grain, of_list = (
+        load_run_prompts(made, train_sources(made), CharTokenizer(), None)
+        for made in (rl.load_config("grpo", changes | {"data.train_rows": x}) for x in (data, ROWS))
+    )
+    assert [x.token_ids for x in of_grain] == [x.token_ids for x in of_list] != []
 
 
 def test_a_callback_may_change_the_working_directory(tmp_path, monkeypatch):

@@ -292,8 +292,8 @@ class Engine:
             self._free_slots.append(sequence.slot)
         if (shared := sequence.beginning) is not None:
             shared.readers -= 1
-            if not shared.readers and shared.row >= 0:
-                self._rows.append(shared.row)
+            if not shared.readers and shared.row != -1:  # below -1: taken, and not computed
+                self._rows.append(shared.row if shared.row >= 0 else -2 - shared.row)
                 shared.row = -1
 
     # ------------------------------------------------------------------------------- step
@@ -322,14 +322,16 @@ class Engine:
         """Let queued sequences run, in the order of their arrival, while memory lasts."""
         oldest = self._oldest()
         self._queued.sort(key=lambda x: x.number)
-        while self._queued and len(self._running) < self._slots:
-            sequence = self._queued[0]
+        place = 0
+        while place < len(self._queued) and len(self._running) < self._slots:
+            sequence = self._queued[place]
             shared = sequence.beginning
             if self._free_slots is not None and sequence.slot < 0 and not self._free_slots:
                 return
             if shared is not None and shared.row == -1:
-                if not self._rows:
-                    return
+                if not self._rows:  # those behind it may hold the rows, and go on
+                    place += 1
+                    continue
                 shared.row = -2 - self._rows.pop()  # taken, and not computed
             if not sequence.pages and shared is None and self._extends:
                 sequence.pages = self._pool.match(sequence.own[:-1])
@@ -341,7 +343,7 @@ class Engine:
             if self._free_slots is not None and sequence.slot < 0:
                 sequence.slot = self._free_slots.pop(0)
             sequence.status = "running"
-            self._running.append(self._queued.pop(0))
+            self._running.append(self._queued.pop(place))
 
     def _missing(self, sequence: Sequence, entries: int) -> int:
         return max(0, -(-entries // self._pool.entries) - len(sequence.pages))

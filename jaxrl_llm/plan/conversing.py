@@ -108,6 +108,7 @@ class Conversations:
         rows = max(1, -(-len(samples) // len(devices)))
         slots = min(settings.num_slots or rows, rows)
         plain = any(sample.prompt.messages is None for sample in samples)
+        own_stops = self.config.rollout.stop_token_ids
         return engines_on(
             spec,
             params,
@@ -115,7 +116,9 @@ class Conversations:
                 max_context=self.max_context,
                 num_slots=slots,
                 cache_tokens=settings.cache_tokens,
-                stop_ids=self.driver.stop_ids(plain=plain),
+                stop_ids=tuple(
+                    {**dict.fromkeys(self.driver.stop_ids(plain=plain)), **dict.fromkeys(own_stops)}
+                ),
                 sampling=settings.sampling,
                 num_beginnings=max(1, -(-slots // group) + 1) if shares else 0,
                 beginning_tokens=data.max_prompt_length if shares else 0,
@@ -317,20 +320,24 @@ def _prompts_of_groups(
     ]
 
 
-def check_turns(config: Config, sampler: Role) -> None:
-    """Raises: ConfigError for what answers of several turns do not go with."""
+def check_turns(config: Config, sampler: Role, *, greedy: bool) -> None:
+    """Raises: ConfigError for what answers of several turns do not go with.
+
+    `greedy`: the algorithm compares samples with a greedy answer.
+    """
     refused = {
         "config.max_staleness": config.max_staleness > 0,
         "config.placement.rollout": sampler.name != "actor",
         "config.mesh.generation.tensor": sampler.generation.size("mlp") > 1,
         "config.rollout.stop": bool(config.rollout.stop),
-        "config.actor.exact=strict": sampler.forward.strict is not None,
+        "config.exact=strict": sampler.forward.strict is not None,
+        f"config.algorithm={config.algorithm.label}": greedy,
     }
     for key, is_set in refused.items():
         if is_set:
             raise ConfigError(
                 f"{key}: config.rollout.tools, environment and program do not work with it yet; "
-                "leave it at its default"
+                "choose another value"
             )
     if config.rollout.program is not None and sampler.spec.config.delta is not None:
         raise ConfigError(

@@ -210,7 +210,8 @@ class OnlineStages:
         )
         prompts = -(-rows // n)
         if has_turns(config):
-            check_turns(config, sampler)
+            greedy = "greedy_scores" in field_names(self.algorithm.advantage)
+            check_turns(config, sampler, greedy=greedy)
             converse = Converse(
                 model=sampler,
                 how=how,

@@ -189,6 +189,23 @@ def test_an_equal_beginning_is_not_computed_again():
     assert engine.num_computed == 31 + 3 + 2 + 29
 
 
+def test_a_sequence_that_waits_for_a_row_lets_readers_of_the_rows_pass():
+    """They came later, as environments begin in any order. The run hung here."""
+    engine = engine_of(num_slots=1, num_beginnings=1, beginning_tokens=P)
+    tokens, lengths, ids = prompts(7)
+    two = [tokens[i, : lengths[i]].tolist() for i in (0, 1)]
+    rows = [engine.beginning(prompt) for prompt in two]
+    added = [
+        engine.add(two[i], limit=4, seed_key=KEY, sample_id=n, beginning=rows[i])
+        for n, i in enumerate((0, 1, 0))
+    ]
+    for _ in range(20):
+        for sequence in engine.step():
+            if sequence.status == "waiting":
+                engine.finish(sequence)
+    assert [sequence.status for sequence in added] == ["ended"] * 3
+
+
 def test_an_aborted_sequence_gives_its_pages_back():
     engine = engine_of(num_slots=2)
     sequences = [

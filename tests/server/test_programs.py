@@ -342,6 +342,12 @@ def agent(row, base_url, api_key):
 )
 
 
+def test_without_the_extra_a_run_ends_at_its_start(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(rl.ConfigError, match=r"program needs .*pip install 'jaxrl_llm\[serve\]'"):
+        rl.load_config("grpo", {"rollout.program": "python agent.py"})
+
+
 def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
     def of(prompt, response):
         turns = (Turn(start=0, end=2), Turn(start=3, end=len(response)))

@@ -5,8 +5,8 @@ repeats. A JSON line a case goes to stdout, a table to stderr. See docs/performa
 
 Flags:
   --shape=NAME[,NAME]      tiny | qwen2.5-0.5b | -1.5b | -7b | -14b | -32b | llama-3.1-8b | -70b |
-                           qwen3-30b-a3b | gpt-oss-20b, or the path of a Hugging Face folder or
-                           config.json: its sizes, random weights
+                           llama-3.2-1b | qwen3-4b | qwen3-30b-a3b | gpt-oss-20b, or the path of
+                           a Hugging Face folder or config.json: its sizes, random weights
   --workload=NAME[,NAME]   generation: fixed, rl_mix, prefill, lengths
                            training: update, logprob, values, mix, lengths
                            attention: dense, packed, decode

@@ -1,6 +1,5 @@
 """Single keys of verl: rules that change a value, and answers that many keys share."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,21 @@ TURNS = NoCounterpart("write an environment: `rollout.environment` (docs/agents.
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
-def of_turns(rule: NotNeeded | NoCounterpart | Callable[[Any, Source], Answer]) -> Rule:
+def of_turns(rule: Rule) -> Rule:
     """A setting of turns and tools, which verl reads where they are enabled."""
 
     def checked(value: Any, source: Source) -> Answer:
         if not source.get(f"{MULTI_TURN}.enable"):
             return NotNeeded("many turns are off")
+        if isinstance(rule, str):
+            return Ours({rule: value})
         return rule(value, source) if callable(rule) else rule
 
     return checked
 
 
 def most_turns(value: Any, source: Source) -> Answer:
-    """Turns of the model; null is no limit."""
+    """Most turns of the model; null is no limit."""
     return Ours({"rollout.max_turns": int(value or 0)})
 
 

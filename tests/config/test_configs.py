@@ -118,6 +118,7 @@ def test_config_loads_plans_and_traces(file, tmp_path):
         prompts = load_run_prompts(config, sources, tokenizer, None)
         assert all(prompt.ground_truth is not None for prompt in prompts)
     parts = tuple(f.label for f in config.reward.functions)
+    parts += ("environment",) * bool(config.rollout.environment)
     reward = ArrayReward(no_reward, parts) if parts else None
     for iteration in plan_online(config, tokenizer, make_mesh(), reward).phases:
         batch = iteration.trace()

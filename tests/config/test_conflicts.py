@@ -69,6 +69,8 @@ VALUES = {
     "rollout.mask_truncated": ("true",),
     "rollout.tools": ("calculator",),
     "rollout.environment": ("guess",),
+    "rollout.max_tool_calls": ("1",),
+    "rollout.program": ("true now",),
     "rollout.dtype": ("bfloat16",),
     "rollout.filter_groups.enable": ("true",),
     "rollout.n": ("1",),

@@ -1,4 +1,4 @@
-"""Configs of agents: their plans are sound, and a whole run learns."""
+"""Configs of agents: their plans are sound, a short run improves, and a whole one learns."""
 
 import json
 import subprocess
@@ -14,6 +14,14 @@ from jaxrl_llm.launch.main import run
 REPOSITORY = Path(__file__).parents[2]
 
 
+# Two layers and half of the samples, so that a run takes a minute of CPU time.
+SHORT = """
+--config.actor.hf_config.num_hidden_layers=2 --config.warmup.stop_at=0.3 --config.total_steps=20
+--config.data.train_batch_size=16 --config.validation.every=0 --config.save_every=0
+--config.actor.optimizer.learning_rate=1e-3 --config.actor.optimizer.warmup_steps=2
+"""
+
+
 def accuracies(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [x for row in rows for name, x in row.items() if name.endswith("/acc/mean@1")]
@@ -26,6 +34,16 @@ def test_the_plan_is_sound(config, tmp_path):
     assert done.returncode == 0, done.stderr
     assert load_config(f"{REPOSITORY}/configs/{config}.py").name == config
     assert "gen (on the host)" in done.stdout
+
+
+@pytest.mark.ci
+def test_a_short_run_improves(tmp_path):
+    flags = [f"--config={REPOSITORY}/configs/agent.py", f"--config.run_dir={tmp_path}"]
+    flags += SHORT.split()
+    done = run_here(lambda: run("train", flags), flags)
+    assert done.returncode == 0, done.stderr
+    before, after = accuracies(tmp_path)
+    assert 0.3 <= before < 0.95 and after > before + 0.04
 
 
 @pytest.mark.slow

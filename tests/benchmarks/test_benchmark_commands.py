@@ -248,6 +248,7 @@ def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
     stages = {name.removeprefix("s ") for name in row.figures if name.startswith("s ")}
     assert stages - set(row.profile) == {
         "compiling",
+        "longest program",
         "until compiled",
         "lowering",
         "first step",

@@ -83,7 +83,14 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
     assert completed("tr") == ["train"]
     assert completed("export", "--r") == ["--role="]
     # bash splits words at "=".
-    configs = ["grpo", "grpo_lora", "grpo_moe", "grpo_smollm2", "grpo_smollm2_moe"]
+    configs = [
+        "grpo",
+        "grpo_lora",
+        "grpo_moe",
+        "grpo_pretrained",
+        "grpo_smollm2",
+        "grpo_smollm2_moe",
+    ]
     assert completed("train", "--config", "=", "grpo") == configs
     assert completed("train", "--config", "=", "grpo", "--config.roll") == [
         word for word in completed("train", "--config.rollout") if word.endswith("=")

@@ -1,5 +1,8 @@
 """The routes of the server."""
 
+# Packages of the extra `serve`.
+# pyright: reportMissingImports=false
+
 import asyncio
 import hashlib
 import hmac

@@ -1,5 +1,8 @@
 """A server that listens, in a thread of its own: also in a notebook, whose loop is in use."""
 
+# Packages of the extra `serve`.
+# pyright: reportMissingImports=false
+
 import atexit
 import socket
 import threading

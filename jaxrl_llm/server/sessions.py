@@ -8,6 +8,9 @@ Guarantees: ids that were sampled are never encoded again. A request that comes 
 The event loop owns sessions and branches. The trainer's thread owns the sequences of the engine.
 """
 
+# Packages of the extra `serve`.
+# pyright: reportMissingImports=false
+
 import asyncio
 import hashlib
 import json

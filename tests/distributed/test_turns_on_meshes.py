@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from tiny_run import REPOSITORY, TinyRun, assert_close
-from trainer.test_turns import TALKS, environment
+from trainer.test_conversing import TALKS, environment
 
 pytestmark = pytest.mark.ci
 

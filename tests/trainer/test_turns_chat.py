@@ -7,7 +7,7 @@ import json
 
 import pytest
 from chat_tokenizer import write_chat_tokenizer
-from trainer.test_turns import SIZES, metrics
+from trainer.test_conversing import SIZES, metrics
 from turn_templates import TOOLS
 
 import jaxrl_llm as rl

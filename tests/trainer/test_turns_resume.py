@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from tiny_run import TinyRun, assert_same_bits
-from trainer.test_turns import ROWS, SIZES
+from trainer.test_conversing import ROWS, SIZES
 
 import jaxrl_llm as rl
 

@@ -461,7 +461,7 @@ def _sum(path: Path, module: Tree, a: jax.Array, lora: Lora, dtype: DTypeLike) -
     Rounded to the nearest, the sum would be the base. So it is rounded stochastically, by bits that
     depend on the place alone: equal adapters give equal weights.
     """
-    adapter, name = module[ADAPTER], "table" if "table" in module else "kernel"
+    adapter, name = module[ADAPTER], "kernel" if "kernel" in module else "table"
     b = adapter["b"]
     old = (weights_of(module) if name == "kernel" else module[name]).astype(jnp.float32)
     of_experts = a.ndim + b.ndim == old.ndim + 3

@@ -17,6 +17,7 @@ from jaxrl_llm.checkpoint.huggingface import load_model_config
 from jaxrl_llm.checkpoint.peft import CONFIG, WEIGHTS, import_adapter, read_lora
 from jaxrl_llm.config import ActorConfig, ConfigError, LoraConfig
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.evaluation import answering
 from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.evaluation.trained_model import evaluate, export_checkpoint
 from jaxrl_llm.launch.commands import export
@@ -150,7 +151,13 @@ def test_an_adapter_of_other_shapes_is_refused_before_weights(tmp_path, base, tr
             start(config)
 
 
-def test_exports(tmp_path, base, trained):
+@pytest.fixture
+def separate(monkeypatch):
+    """Open models keep their projections apart, as adapters have them."""
+    monkeypatch.setattr(answering, "_merged", lambda spec, params: (spec, params))
+
+
+def test_exports(tmp_path, base, trained, separate):
     run, last = trained
     merged = export_checkpoint(last, tmp_path / "merged")
     folder = export_checkpoint(last, tmp_path / "adapter", adapter=True)
@@ -263,7 +270,7 @@ def test_a_warm_up_is_not_taken_away_from_a_run_with_adapters(tmp_path, warmed):
         train(config_of(tmp_path, **flags)[1])
 
 
-def test_a_base_in_float8_is_read_again_and_exported_dequantised(tmp_path, base, capsys):
+def test_a_base_in_float8_is_read_again_and_exported_dequantised(tmp_path, base, capsys, separate):
     flags = {"actor__path": str(base), "warmup": "null", "actor__base_dtype": "float8"} | GRPO
     run, config = config_of(tmp_path / "run", total_steps="2", **flags)
     last = train(config).checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 from jaxrl_llm.agents.environments import Step
 from jaxrl_llm.rewards.exact_answer import last_number, truth_text
 
-MOST_CHARACTERS = 200  # of an expression
-MOST_BITS = 4096  # of a number, so that no power takes long
+MOST_CHARACTERS = 200  # most characters of an expression
+MOST_BITS = 4096  # most bits of a number, so that no power takes long
 CALL = re.compile(r"\[([^\[\]]*)\]\s*$")
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -35,7 +35,6 @@ class EngineSequence(Protocol):
 
     tokens: list[int]
     logprobs: list[float]  # as long as `tokens`
-    versions: list[int]  # as long as `tokens`; -1 where the policy did not sample
     num_prompt: int
     status: Literal["queued", "running", "waiting", "ended"]
     stop_reason: Literal["stop", "length", "context", "aborted"] | None
@@ -446,11 +445,9 @@ class Driver:
         self._end_session(live)
         self._open.remove(live)
         logprobs: Sequence[float] = ()
-        versions: Sequence[int] = ()
         if sequence is not None:
             del self._live[id(sequence)]
             logprobs = sequence.logprobs[sequence.num_prompt :]
-            versions = sequence.versions[sequence.num_prompt :]
             if sequence.status == "waiting":
                 engine.finish(sequence)
             elif sequence.status != "ended":
@@ -466,7 +463,6 @@ class Driver:
                 response_ids=tuple(response),
                 mask=tuple(mask),
                 logprobs=tuple(logprobs),
-                versions=tuple(versions),
                 turns=tuple(conversation.turns if conversation else ()),
                 final_reward=live.reward,
                 stop_reason=reason,

@@ -45,7 +45,6 @@ class Trajectory:
     response_ids: tuple[int, ...] = ()
     mask: tuple[int, ...] = ()  # 1 for a sampled id, 0 for an observed one
     logprobs: tuple[float, ...] = ()  # 0 where the mask is 0
-    versions: tuple[int, ...] = ()  # version of the policy that sampled each id; -1 at mask 0
     turns: tuple[Turn, ...] = ()
     final_reward: float | None = None  # reward that the environment gave at the end
     stop_reason: StopReason = "completed"

@@ -37,6 +37,7 @@ from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_
 from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.weights import adapted_role, base_digests, load_params, restored
 from jaxrl_llm.references import exists
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import check_vocabulary, load_tokenizer, set_chat_variables
 
 # ------------------------------------------------------------------------- evaluate
@@ -58,7 +59,7 @@ def evaluate(config: Config) -> Validation:
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     config = _with_memory(config, role)
     with ExitStack() as stack:
-        turns = open_conversations(config, tokenizer)
+        turns = open_conversations(config, tokenizer, host_work)
         if turns is not None:
             stack.callback(turns.driver.close)
         validator = open_validator(config, role, tokenizer, None, stack, turns)

@@ -83,14 +83,6 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def forget(self) -> None:
-        """Drop the tree: the entries are of other weights. Held pages stay with their holders."""
-        self._free += self._idle
-        self._idle.clear()
-        self._tree.clear()
-        self._key_of.clear()
-        self._followers.clear()
-
     def _next(self) -> int:
         if self._free:
             return self._free.pop()

@@ -61,8 +61,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     routes: list[Any] = field(default_factory=list)  # experts of computed own entries, in parts
     kept: dict[int, Any] = field(default_factory=dict)  # kept ids by place, where filters are on
-    version: int = 0  # weights of the last sampled token
-    versions: list[int] = field(default_factory=list)  # one an id; -1 where it was not sampled
 
     @cached_property
     def words(self) -> tuple[int, ...]:

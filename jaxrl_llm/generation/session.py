@@ -90,7 +90,6 @@ class Engine:
     spec: ModelSpec
     params: Any  # in the dtype to compute in
     settings: EngineSettings
-    version: int = 0  # number of the weights
     _queued: list[Sequence] = field(default_factory=list, init=False)
     _running: list[Sequence] = field(default_factory=list, init=False)
     _waiting: set[Sequence] = field(default_factory=set, init=False)
@@ -115,11 +114,12 @@ class Engine:
             own = -(-(settings.max_context - settings.beginning_tokens) // entries)
             number = self._slots * own + self._pages_each  # the oldest one may hold some back
         number = max(self._pages_each, number)
-        number = min(number, self._pages_each * max(self._slots, settings.num_slots) * 8)
         self._pool = PagePool(number, entries)
         self._rows = list(range(settings.num_beginnings - 1, -1, -1))
         # Of a model with states, or latent keys, tokens are given in decode steps alone.
         self._extends = config.delta is None and config.latent is None
+        # Entries of another sequence come without the experts that its ids took.
+        self._reads_equal = self._extends and not settings.record_routes
         # A state stays in its slot, so a sequence keeps the slot until it ends.
         self._free_slots = list(range(self._slots)) if config.delta is not None else None
         self._cache = init_cache(
@@ -204,7 +204,6 @@ class Engine:
             tokens=list(prompt),
             sampled=[False] * len(prompt),
             logprobs=[0.0] * len(prompt),
-            versions=[-1] * len(prompt),
             num_prompt=len(prompt),
             seed_key=np.asarray(seed_key, np.uint32),
             sample_id=sample_id,
@@ -233,7 +232,6 @@ class Engine:
         sequence.tokens += tokens
         sequence.sampled += [False] * len(tokens)
         sequence.logprobs += [0.0] * len(tokens)
-        sequence.versions += [-1] * len(tokens)
         self._set_limit(sequence, limit)
         self._waiting.discard(sequence)
         sequence.status = "queued"
@@ -249,28 +247,6 @@ class Engine:
             sequence.stop_reason = "aborted"
         self._end(sequence)
 
-    def set_weights(self, params: Any, *, keep_cache: bool = False) -> None:
-        """Go on with other weights, of the same shapes.
-
-        With `keep_cache` the entries of older weights are read further. Without it they are
-        computed again, when their sequence goes on.
-        """
-        _, self.params = formed(self.spec, params, self.settings.quantization)
-        self.version += 1
-        if keep_cache:
-            return
-        self._pool.forget()
-        for sequence in [*self._running, *self._waiting, *self._queued]:
-            self._pool.release(sequence.pages)
-            sequence.pages, sequence.computed = [], 0
-            if sequence.beginning is not None and sequence.beginning.row >= 0:
-                self._rows.append(sequence.beginning.row)
-                sequence.beginning.row = -1
-        self._queued = sorted([*self._running, *self._queued], key=lambda x: x.number)
-        for sequence in self._queued:
-            sequence.status = "queued"
-        self._running = []
-
     def _set_limit(self, sequence: Sequence, limit: int) -> None:
         sequence.limit = min(len(sequence.tokens) + max(limit, 1), self.settings.max_context)
         sequence.stop_reason = None
@@ -282,7 +258,7 @@ class Engine:
             if sequence in listed:
                 listed.remove(sequence)
         self._waiting.discard(sequence)
-        if sequence.beginning is None and self._extends:
+        if sequence.beginning is None and self._reads_equal:
             # Decode steps give entries other bits than `extend`.
             shared = sequence.num_prompt - 1 if self._fixed else sequence.computed
             self._pool.note(sequence.pages, sequence.tokens, min(shared, sequence.computed))
@@ -329,11 +305,11 @@ class Engine:
             if self._free_slots is not None and sequence.slot < 0 and not self._free_slots:
                 return
             if shared is not None and shared.row == -1:
-                if not self._rows:  # those behind it may hold the rows, and go on
+                if not self._rows:  # readers of the rows may stand behind it, and go on
                     place += 1
                     continue
                 shared.row = -2 - self._rows.pop()  # taken, and not computed
-            if not sequence.pages and shared is None and self._extends:
+            if not sequence.pages and shared is None and self._reads_equal:
                 sequence.pages = self._pool.match(sequence.own[:-1])
                 sequence.computed = len(sequence.pages) * self._pool.entries
             needed = self._missing(sequence, len(sequence.own))
@@ -456,8 +432,9 @@ class Engine:
             if len(sequence.pages) * self._pool.entries > sequence.computed:
                 live.append(sequence)
         if not live:
-            if self._running and not self._waiting:
-                self._evict(max(self._running, key=lambda x: x.number))
+            holders = [x for x in (*self._running, *self._queued) if x.pages]
+            if holders and not self._waiting:
+                self._evict(max(holders, key=lambda x: x.number))
             return []
         whole = self._fixed or self._free_slots is not None
         slots = self._slots if whole else min(x for x in self._sizes if x >= len(live))
@@ -484,11 +461,13 @@ class Engine:
         return live
 
     def _evict(self, sequence: Sequence) -> None:
-        """Take the pages of a running sequence: no sequence could go on. It is computed again."""
+        """Take the pages of a sequence, as none could go on. It is computed again."""
         self._pool.release(sequence.pages)
-        sequence.pages, sequence.computed, sequence.status = [], 0, "queued"
-        self._running.remove(sequence)
-        self._queued.append(sequence)
+        sequence.pages, sequence.computed, sequence.routes = [], 0, []
+        if sequence.status == "running":
+            sequence.status = "queued"
+            self._running.remove(sequence)
+            self._queued.append(sequence)
 
     def _packed(self, placed: Seq[Sequence | None], shape: Shape) -> np.ndarray:
         """What the slots do, as `Turns` has it."""
@@ -542,7 +521,6 @@ class Engine:
         sequence.tokens += new
         sequence.sampled += [True] * len(new)
         sequence.logprobs += logprobs[pending:number]
-        sequence.versions += [self.version] * len(new)
         if is_live or (not new and len(sequence.tokens) < sequence.limit):
             return
         if new and new[-1] in self.settings.stop_ids:

@@ -265,7 +265,7 @@ def _computed(params: Params, ahead: CastAhead | None, loss: Loss, *, several: b
     """The parameters that every micro-batch computes with: cast ahead, or as they are stored."""
     if ahead is None:
         return params
-    computed = cast(params, ahead.dtype, _has_float32_head(loss))
+    computed = cast(params, ahead.dtype, loss.spec.float32_head)
     if ahead.float32_gradients and several:
         computed = jax.tree.map(_with_stored, params, computed)
     return computed
@@ -325,9 +325,3 @@ def apply_gradients(
     if learning_rate is not None:
         metrics["lr"] = jnp.asarray(learning_rate(state.step), jnp.float32)
     return kept, metrics
-
-
-def _has_float32_head(loss: Any) -> bool:
-    """True for the loss of a model whose head is computed in float32."""
-    spec = getattr(loss, "spec", None)
-    return spec is not None and spec.float32_head

@@ -7,7 +7,8 @@ Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L l
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,8 @@ class Conversations:
     config: Config
     tokenizer: Tokenizer
     driver: "Driver | Programs"
+    # Entered while tools, environments and programs are waited for: a stop request ends that.
+    host_work: Callable[[], AbstractContextManager[None]]
     _forms: dict[Any, Any] = field(default_factory=dict)
     _saved: int = 0  # step of the last checkpoint that was begun
 
@@ -83,7 +86,8 @@ class Conversations:
         """
         engines = self._engines(role, state, samples, settings, dtype)
         try:
-            trajectories = self.driver.run(engines, samples)
+            with self.host_work():
+                trajectories = self.driver.run(engines, samples)
             return (
                 trajectories,
                 engines.by_sample,
@@ -347,7 +351,10 @@ def check_turns(config: Config, sampler: Role, *, greedy: bool) -> None:
 
 
 def open_conversations(
-    config: Config, tokenizer: Tokenizer, folder: Path | None = None
+    config: Config,
+    tokenizer: Tokenizer,
+    host_work: Callable[[], AbstractContextManager[None]],
+    folder: Path | None = None,
 ) -> Conversations | None:
     """The tools and environments of a run; None where it has none. `close` its driver at the end.
 
@@ -358,7 +365,7 @@ def open_conversations(
     if config.rollout.program is not None:
         from jaxrl_llm.server.programs import open_programs  # packages of the extra `serve`
 
-        return Conversations(config, tokenizer, open_programs(config, tokenizer))
+        return Conversations(config, tokenizer, open_programs(config, tokenizer), host_work)
     if not has_turns(config):
         return None
     if folder is not None:
@@ -372,7 +379,7 @@ def open_conversations(
         folder=folder,
         origin=f"{config.seed} {rollout.tools} {rollout.environment} {own}",
     )
-    return Conversations(config, tokenizer, driver)
+    return Conversations(config, tokenizer, driver, host_work)
 
 
 def validation_samples(

@@ -174,7 +174,6 @@ def _trajectory(
         response_ids=tuple(branch.response),
         mask=tuple(branch.mask),
         logprobs=tuple(branch.logprobs),
-        versions=tuple(branch.versions),
         turns=tuple(branch.turns),
         messages=tuple(branch.messages),
         text=branch.text,
@@ -220,7 +219,6 @@ def _begun_with(trajectory: Trajectory, prompt: tuple[int, ...], most: int) -> T
         response_ids=(*rest, *trajectory.response_ids)[:most],
         mask=(*[0] * number, *trajectory.mask)[:most],
         logprobs=(*[0.0] * number, *trajectory.logprobs)[:most],
-        versions=(*[-1] * number, *trajectory.versions)[:most],
         turns=tuple(turn for turn in moved if turn.start < most),
         shortened=number + len(trajectory.response_ids) > most,
     )

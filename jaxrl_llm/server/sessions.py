@@ -55,7 +55,6 @@ class Branch:
     response: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     text: str = ""  # last turn
@@ -418,15 +417,12 @@ class SessionApplication(Application):
     def _record(self, session: Session, job: Job, turn: _Turn, choice: Choice) -> None:
         branch, number = turn.branch, len(choice.tokens)
         key, tools = turn.key
-        assert branch.sequence is not None
         parser, ids = turn.style.parser, job.asked.prompts[0]
         parsed = parser.parse(choice.tokens, thinking=parser.opens_thinking(ids))
         message = self._answer_of(job).whole()["choices"][0]["message"]
         branch.response += [*turn.suffix, *choice.tokens]
         branch.mask += [0] * len(turn.suffix) + [1] * number
         branch.logprobs += [0.0] * len(turn.suffix) + choice.logprobs
-        versions = branch.sequence.versions[-number:]
-        branch.versions += [-1] * len(turn.suffix) + versions
         end = len(branch.response)
         calls = tuple(checked(call, tools) for call in parsed.calls) if tools else ()
         branch.turns.append(Turn(start=end - number, end=end, calls=calls))
@@ -461,7 +457,6 @@ def _branch_at(place: _Place) -> Branch:
         response=branch.response[:end],
         mask=branch.mask[:end],
         logprobs=branch.logprobs[:end],
-        versions=branch.versions[:end],
         turns=branch.turns[: place.number],
         source=branch.sequence or branch.source,
     )

@@ -68,8 +68,8 @@ class Worker:
         self._orders: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._closing = False
-        self._receivers: set[Receiver] = set()  # those that want tokens; of the event loop
-        self._running: dict[Receiver, Running] = {}  # of the thread
+        self._receivers: set[Receiver] = set()  # receivers that want tokens; the event loop has it
+        self._running: dict[Receiver, Running] = {}  # sequences in work; the thread has it
         self._by_sequence: dict[Sequence, Running] = {}  # the same
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -126,7 +126,7 @@ class Worker:
         try:
             while self._work():
                 pass
-        except Exception as error:  # of a device, for example; every request must hear of it
+        except Exception as error:  # a fault of a device, say; every request must hear of it
             log.exception("the engine failed")
             self._call(self._fail, error)
 

@@ -95,9 +95,9 @@ def stop_requests(
             if _host_work:
                 closed.set()
                 raise EndedAtOnce(
-                    f"ended inside a step: {wait_s:g} s after {received[0]} a reward function was "
-                    "still running, or a save waited for room on the disk; the same command goes "
-                    "on from the last checkpoint"
+                    f"ended inside a step: {wait_s:g} s after {received[0]} a reward function "
+                    "or a tool was still running, or a save waited for room on the disk; the same "
+                    "command goes on from the last checkpoint"
                 )
             return
         received.append(signal.Signals(number).name)

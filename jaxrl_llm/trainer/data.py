@@ -30,6 +30,7 @@ from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.planning import plan_run
 from jaxrl_llm.plan.weights import check_stored
 from jaxrl_llm.program.stored import Start, start_of
+from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import AnyLoader, OfflineRecords, load_offline_records
 from jaxrl_llm.trainer.output import RunOutput
@@ -116,7 +117,7 @@ def open_plan_and_data(
     reward: RewardFunctions | TurnRewards | None = None
     turns = None
     if not is_offline(config):
-        turns = open_conversations(config, tokenizer, run_dir / OBSERVATIONS)
+        turns = open_conversations(config, tokenizer, host_work, run_dir / OBSERVATIONS)
         reward = open_reward(config, tokenizer, stack)
     if turns is not None:
         stack.callback(turns.driver.close)

@@ -14,7 +14,7 @@ from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.typed_records.tree import as_text
 
 PRETRAINED = 20e6  # parameters from which a model with a path is no tiny one of the examples
-USUAL_RATE, SUPERVISED_RATE = 1e-6, 1e-5  # of all weights of a pretrained model
+USUAL_RATE, SUPERVISED_RATE = 1e-6, 1e-5  # usual rates for all weights of a pretrained model
 ADAPTER_FACTOR = 20.0  # a usual rate of adapters, relative to the rate of all weights
 TOO_HIGH, TOO_LOW = 100.0, 0.1  # relative to the usual rate
 SHORT = 16  # response tokens

@@ -168,7 +168,7 @@ class TurnRewards(HostReward):
 
     def greedy(self, context: StepContext, step: int, answers: HostResponses) -> np.ndarray:
         """No answer of several turns is greedy in training: the plan refuses such algorithms."""
-        raise NotImplementedError
+        raise AssertionError("the plan refuses algorithms with greedy answers")
 
 
 def with_environment(config: Config, functions: RewardFunctions | None) -> TurnRewards:

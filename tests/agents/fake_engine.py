@@ -19,7 +19,6 @@ class FakeSequence:
     num_prompt: int
     limit: int
     logprobs: list
-    versions: list
     status: str = "running"
     stop_reason: str | None = None
     turn: int = 0
@@ -30,7 +29,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer, stop_ids, order=0, max_context=10_000):
         self.tokenizer, self.random, self.max_context = tokenizer, Random(order), max_context
-        self.stop_ids, self.sequences, self.version = stop_ids, [], 0
+        self.stop_ids, self.sequences = stop_ids, []
 
     @property
     def has_work(self):
@@ -41,10 +40,8 @@ class FakeEngine:
 
     def add(self, prompt, *, limit, beginning, script):
         assert limit > 0 and beginning.tokens == prompt
-        sequence = FakeSequence(
-            *(script, list(prompt), len(prompt), limit),
-            *([0.0] * len(prompt), [-1] * len(prompt)),
-        )
+        none = [0.0] * len(prompt)
+        sequence = FakeSequence(script, list(prompt), len(prompt), limit, none)
         self.sequences.append(sequence)
         return sequence
 
@@ -52,7 +49,6 @@ class FakeEngine:
         assert sequence.status == "waiting" and limit > 0
         sequence.tokens += tokens
         sequence.logprobs += [0.0] * len(tokens)
-        sequence.versions += [-1] * len(tokens)
         sequence.status, sequence.limit, sequence.turn = "running", limit, sequence.turn + 1
 
     def step(self):
@@ -68,7 +64,6 @@ class FakeEngine:
             ids = ids[:room]
             sequence.logprobs += [-0.5 - (len(sequence.tokens) + i) / 1000 for i in range(len(ids))]
             sequence.tokens += ids
-            sequence.versions += [self.version] * len(ids)
             sequence.status = "waiting"
         return chosen
 

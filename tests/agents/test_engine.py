@@ -68,6 +68,5 @@ def test_slots_and_the_order_of_arrival_change_no_bit():
         assert len(trajectory.response_ids) == len(mask) == len(trajectory.logprobs)
         assert (np.array(trajectory.logprobs)[mask == 1] < 0).all()
         assert (np.array(trajectory.logprobs)[mask == 0] == 0).all()
-        assert (np.array(trajectory.versions) >= 0).tolist() == (mask == 1).tolist()
         for turn in trajectory.turns:
             assert mask[turn.start : turn.end].all()

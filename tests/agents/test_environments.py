@@ -29,7 +29,7 @@ def test_the_calculator_with_characters():
     assert shown(CHAR, trajectory) == "⟦[37*48]⟧=1776\n⟦1776<|eos|>⟧"
     assert trajectory.stop_reason == "env_done" and trajectory.reward == 1.0
     assert [(t.start, t.end, t.reward) for t in trajectory.turns] == [(0, 7, None), (13, 18, 1.0)]
-    assert trajectory.versions == (*[0] * 7, *[-1] * 6, *[0] * 5)
+    assert trajectory.mask == (*[1] * 7, *[0] * 6, *[1] * 5)
     assert [p < 0 for p in trajectory.logprobs] == [bool(m) for m in trajectory.mask]
     assert trajectory.prompt_ids == tuple(CHAR.encode("37*48="))
     assert [m["role"] for m in trajectory.messages] == ["assistant", "user", "assistant"]

@@ -183,10 +183,35 @@ def test_an_equal_beginning_is_not_computed_again():
         texts.append((engine.num_computed - before, sequence.tokens, sequence.logprobs))
     assert [computed for computed, *_ in texts] == [31, 31 - 28, 30 - 28]
     assert texts[0][1:] == texts[1][1:]
-    engine.set_weights(engine.params)  # entries of older weights are dropped
-    sequence = engine.add(prompt, limit=1, seed_key=KEY, sample_id=1)
-    engine.step()
-    assert engine.num_computed == 31 + 3 + 2 + 29
+
+
+def test_the_experts_of_every_computed_id_are_recorded():
+    """Also where an equal prompt was computed before, and where a sequence is computed again."""
+    settings = {"max_context": CONTEXT, "record_routes": True, "stop_ids": ()}
+    engine = engine_of("experts", num_slots=2, cache_tokens=4 * CONTEXT, **settings)
+    prompt = np.random.default_rng(0).integers(6, VOCAB, 30).tolist()
+    all_routes = []
+    for _ in range(2):
+        sequence = engine.add(prompt, limit=4, seed_key=KEY, sample_id=1)
+        while engine.has_work:
+            engine.step()
+        engine.finish(sequence)
+        all_routes.append(np.concatenate(sequence.all_routes))
+        assert len(all_routes[-1]) == len(sequence.tokens) - 1
+    np.testing.assert_array_equal(*all_routes)
+    scarce = engine_of("experts", num_slots=2, cache_tokens=56, **settings)
+    old = scarce.add([7, 8, 9], limit=1, seed_key=KEY, sample_id=0)
+    scarce.step(1)
+    young = [scarce.add([7, 8, 9], limit=37, seed_key=KEY, sample_id=i) for i in (1, 2)]
+    for _ in range(3):
+        scarce.step(8)
+    scarce.append(old, [5], limit=30)
+    while scarce.has_work:
+        for sequence in scarce.step(8):
+            if sequence.status == "waiting":
+                scarce.finish(sequence)
+    for sequence in (old, *young):
+        assert len(np.concatenate(sequence.all_routes)) == len(sequence.tokens) - 1
 
 
 def test_a_sequence_that_waits_for_a_row_lets_readers_of_the_rows_pass():
@@ -275,8 +300,6 @@ def test_pages_are_found_by_their_tokens_and_taken_when_they_run_out():
     assert held == first[:1]
     assert pool.take(3) and pool.num_free == 0  # the page of (3, 4) too
     assert pool.match([1, 2, 3, 4]) == first[:1]
-    pool.forget()
-    assert pool.match([1, 2]) == []
 
 
 def test_a_page_that_is_taken_takes_what_follows_it_out_of_the_tree():

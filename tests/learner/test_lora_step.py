@@ -34,6 +34,8 @@ def gradients(lora, *, dtype="float32", step=0, parts=2):
         found = row_logprobs(params, part["tokens"], spec=spec, settings=settings)
         return found.sum() / TOKENS.size, {}
 
+    loss.spec = spec
+
     @jax.jit
     def run(base, own, step):
         frozen = Base(params=base, lora=lora, dtype=dtype, key=jax.random.key(0))

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny import model_config
 from tiny_iteration import (
     PROMPTS,
     N,
@@ -182,6 +183,7 @@ def test_parts_are_computed_in_bf16_and_summed_in_float32(cast_ahead):
         assert weights.dtype == jnp.bfloat16
         return (weights * part["x"].astype(jnp.bfloat16)).astype(jnp.float32).sum(), {}
 
+    loss.spec = model_spec(model_config())
     x, ones = jnp.array([256.0, 1.0, 1.0, 1.0]), jnp.ones((4, 1), jnp.int32)
     fields = {
         "x": x,

@@ -121,7 +121,7 @@ def test_a_conversation_has_the_ids_of_the_driver(tmp_path):
     turns = ("Yes. " + CALL, "42")
     wanted = driven(open_chat(), ASKED, turns, tools=[f"{file}:add"])
     (own, other), engine = run(tmp_path, AGENT, turns, ("43",))
-    for key in ("prompt_ids", "response_ids", "mask", "logprobs", "versions", "text"):
+    for key in ("prompt_ids", "response_ids", "mask", "logprobs", "text"):
         assert getattr(own, key) == getattr(wanted, key), key
     assert [(t.start, t.end, len(t.calls)) for t in own.turns] == [
         (t.start, t.end, len(t.calls)) for t in wanted.turns
@@ -215,7 +215,7 @@ def test_of_several_branches_the_last_one_with_turns_is_kept(tmp_path):
     assert sampled == ["a", "c", "e"]
     wanted = driven_chat(["a", "c", "e"], ["else", "more"])
     assert own.response_ids == tuple(wanted)
-    assert own.mask.count(1) == 6 and own.versions.count(0) == 6
+    assert own.mask.count(1) == 6
     assert len({sequence.keys for sequence in engine.sequences}) == len(engine.sequences)
 
 
@@ -353,15 +353,14 @@ def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
         turns = (Turn(start=0, end=2), Turn(start=3, end=len(response)))
         mask = (1, 1, 0, *[1] * (len(response) - 3))
         logprobs = tuple(-i / 10 for i in range(len(response)))
-        versions = (0,) * len(response)
         return Trajectory(
             id="", sample=0, group=0, prompt_ids=prompt, response_ids=response, mask=mask,
-            logprobs=logprobs, versions=versions, turns=turns,
+            logprobs=logprobs, turns=turns,
         )  # fmt: skip
 
     one, other = with_common_prompts([of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8, 9))], 4)
     assert (one.prompt_ids, one.response_ids, one.mask) == ((1, 2), (3, 5, 6, 7), (0, 1, 1, 0))
-    assert one.logprobs == (0, 0, -0.1, -0.2) and one.versions == (-1, 0, 0, 0)
+    assert one.logprobs == (0, 0, -0.1, -0.2)
     assert [(t.start, t.end) for t in one.turns] == [(1, 3)] and one.shortened
     assert other.prompt_ids == (1, 2) and len(other.response_ids) == 5
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import jaxrl_llm as rl
+from jaxrl_llm.agents.driver import Driver
 from jaxrl_llm.plan.conversing import STATE_KEYS, Converse
+from jaxrl_llm.supervision import signals
 
 ROWS = [{"prompt": f"{a}*{b}=", "ground_truth": str(a * b)} for a in range(2, 9) for b in (3, 7)]
 SIZES = {
@@ -73,6 +75,19 @@ def test_one_turn_has_the_tokens_of_the_batch_loop(tmp_path):
     )
     assert [x["tokens"] for x in one] == [x["tokens"] for x in plain]
     assert {x["stop_reason"] for x in one} <= {"env_done", "max_tokens"}
+
+
+def test_a_stop_request_does_not_wait_for_tools(tmp_path, monkeypatch):
+    seen, answer = [], Driver.run
+
+    def run_driver(*arguments):
+        seen.append(signals._host_work)
+        return answer(*arguments)
+
+    monkeypatch.setattr(Driver, "run", run_driver)
+    changes = {"rollout.environment": [environment(tmp_path, ENDS)], "total_steps": 1}
+    run(tmp_path / "run", **changes)
+    assert seen == [1] and signals._host_work == 0
 
 
 def test_observations_are_not_learned_from(tmp_path):

@@ -15,7 +15,15 @@ from jaxrl_llm.report.samples import A_STEP, MOST_STEPS, MOST_TEXT, MOST_TOKENS,
 from jaxrl_llm.whole_files import write_whole
 
 REPORT = "report.html"
-SCRIPTS = ("elements.js", "charts.js", "stages.js", "samples.js", "tables.js", "main.js")
+SCRIPTS = (
+    "elements.js",
+    "charts.js",
+    "stages.js",
+    "sample.js",
+    "samples.js",
+    "tables.js",
+    "main.js",
+)
 
 
 def page(runs: Sequence[RunFiles]) -> str:

@@ -112,7 +112,8 @@ def test_samples_are_filtered_and_searched(page):
     assert number.inner_text() == f"{STEPS * A_STEP // 2} samples"
     page.get_by_label("Search prompts").fill("WHAT IS 30+3")
     assert number.inner_text() == "1 samples"
-    assert ATTACKS[0] not in page.locator(".samples tbody").inner_text()  # it is sample 0's
+    response = page.locator(".samples tbody td.text").nth(1)
+    assert ATTACKS[3][2:9] in response.inner_text() and ATTACKS[0] not in response.inner_text()
     page.get_by_label("Search prompts").fill("onerror=")
     assert ATTACKS[1] in page.locator(".samples tbody td.text").nth(1).inner_text()
 
@@ -120,8 +121,11 @@ def test_samples_are_filtered_and_searched(page):
 def test_one_sample_is_seen_token_by_token(page):
     tab(page, "Samples")
     page.get_by_label("Search prompts").fill("30+0")
-    page.locator(".samples tbody tr").first.click()
-    sample = page.locator("#sample")
+    row = page.locator(".samples tbody tr").first
+    assert row.locator("td.short").all_inner_texts() == ["30", ATTACKS[0]]  # truth and reason
+    row.click()
+    assert row.get_attribute("class") == "open"
+    sample = row.locator("+ tr #sample")  # where one has clicked
     assert "Ground truth\n30" in sample.inner_text() and ATTACKS[0] in sample.inner_text()
     tokens = sample.locator(".token")
     assert tokens.all_inner_texts() == ["answer", " 31 ", "<b>bold</b>", ATTACKS[0]]
@@ -135,7 +139,11 @@ def test_one_sample_is_seen_token_by_token(page):
     assert tokens.evaluate_all(colours)[:3] == [tokens.evaluate_all(colours)[0]] * 3
     assert tokens.evaluate_all(colours) != before
     sample.get_by_role("button", name="Close").click()
-    assert sample.inner_text() == ""
+    assert page.locator("#sample").count() == 0 and row.get_attribute("class") == ""
+    row.press("Enter")
+    page.locator(".samples tbody > tr").nth(2).click()  # below the open one
+    assert page.locator("#sample").count() == 1
+    assert "what is 30+0?" in page.locator("#sample").inner_text()  # the first run's, too
 
 
 def test_alarms_and_differences_of_the_config(page):

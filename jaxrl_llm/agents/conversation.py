@@ -108,7 +108,13 @@ class Conversation:
         parsed = self._style.parser.parse(ids, thinking=self._thinking)
         calls = tuple(checked(call, self._tools) for call in parsed.calls) if self._tools else ()
         self.text = parsed.content if calls else parsed.text
-        turn = Turn(start=start, end=len(self.response), calls=calls, state=self._state)
+        turn = Turn(
+            start=start,
+            end=len(self.response),
+            message=len(self.messages),
+            calls=calls,
+            state=self._state,
+        )
         self.turns.append(turn)
         self.messages.append(_answer(self.text, parsed.thinking, self.turns[-1]))
         if stop != "stop":
@@ -184,6 +190,10 @@ class Conversation:
             self._change(num_cut=int(text != observation))
             observation = text
         return self._append(*self._style.observation(observation, self.response[-1]))
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the answer to the last turn took."""
+        self._change(tool_s=self.turns[-1].tool_s + seconds)
 
     def _change(self, **changes: Any) -> None:
         self.turns[-1] = replace(self.turns[-1], **changes)

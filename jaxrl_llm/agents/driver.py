@@ -401,8 +401,10 @@ class Driver:
         if answer.error is not None:
             self._failed(engine, live, job.action, answer.error)
             return
-        live.tool_s += time.perf_counter() - live.since
-        live.since = 0.0
+        seconds, live.since = time.perf_counter() - live.since, 0.0
+        live.tool_s += seconds
+        if live.conversation is not None and live.conversation.turns:
+            live.conversation.waited(seconds)
         live.differs |= answer.differs
         value: Any = self._take(live, job.action, answer.value)
         if live.session:

@@ -179,8 +179,10 @@ class PlainStyle:
     def prompt(
         self, messages: Sequence[Message], ids: Sequence[int], opening: Observation
     ) -> tuple[list[int], list[Message]]:
-        """The prompt with the opening behind it."""
-        return [*ids, *self.encode(_joined(opening))], [*messages]
+        """The prompt with the opening behind it, which is a message of its own."""
+        text = _joined(opening)
+        said = [{"role": "user", "content": text}] if text else []
+        return [*ids, *self.encode(text)], [*messages, *said]
 
     def results(
         self, calls: Sequence[Call], results: Sequence[Result], stop: int

@@ -27,11 +27,13 @@ class Turn:
 
     start: int  # place in the response
     end: int
+    message: int = -1  # place of its message in `messages`
     calls: tuple[Call, ...] = ()
     num_failed: int = 0  # calls whose result is an error
     num_cut: int = 0  # results that lost their middle
     reward: float | None = None  # the environment's, for this turn
     state: str = ""  # state before the turn, as the environment named it in `info`
+    tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for what followed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -439,7 +439,15 @@ def turn_columns(trajectory: Trajectory | None = None) -> dict[str, Any]:
 def traced(trajectory: Trajectory) -> dict[str, Any]:
     """The part of the trace that only answers of several turns have."""
     turns = [
-        {"start": turn.start, "end": turn.end, "reward": turn.reward, "failed": turn.num_failed}
+        {
+            "start": turn.start,
+            "end": turn.end,
+            "message": turn.message,
+            "reward": turn.reward,
+            "failed": turn.num_failed,
+            "calls": [call.status for call in turn.calls],
+            "tool_s": round(turn.tool_s, 3),
+        }
         for turn in trajectory.turns
     ]
     return {

@@ -19,6 +19,7 @@ SCRIPTS = (
     "elements.js",
     "charts.js",
     "stages.js",
+    "conversation.js",
     "sample.js",
     "samples.js",
     "tables.js",

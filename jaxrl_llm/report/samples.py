@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxrl_llm.observability.jsonl import object_of
+from jaxrl_llm.report.conversations import KEYS, conversation
 
 TRAIN, VALIDATION = "train", "validation"
 MOST_STEPS = {TRAIN: 48, VALIDATION: 12}  # steps whose samples are shown
@@ -156,8 +157,12 @@ def shown(row: dict[str, Any], kind: str) -> dict[str, Any]:
     sample = {"kind": kind} | {key: row.get(key) for key in _SHOWN}
     for key in _LONG:
         text = row.get(key)
-        sample[key] = text if not isinstance(text, str) or len(text) <= MOST_TEXT else _cut(text)
-    for key in ("parts", "extras", "failures"):
+        sample[key] = _cut(text) if isinstance(text, str) else text
+    extras: dict[str, Any] = row.get("extras") or {}
+    turns = sample["conversation"] = conversation(extras, _cut)
+    hidden = KEYS if turns is not None else ()
+    sample["extras"] = {key: value for key, value in extras.items() if key not in hidden}
+    for key in ("parts", "failures"):
         sample[key] = row.get(key) or {}
     sample["num_tokens"] = len(row.get("tokens", ()))
     sample["tokens"] = row.get("tokens", [])[:MOST_TOKENS]
@@ -170,7 +175,9 @@ def shown(row: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    """The start and the end of a long text."""
+    """A text, or the start and the end of a long one."""
+    if len(text) <= MOST_TEXT:
+        return text
     half = MOST_TEXT // 2
     return f"{text[:half]} … {len(text) - 2 * half} characters left out … {text[-half:]}"
 

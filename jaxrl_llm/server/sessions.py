@@ -425,7 +425,8 @@ class SessionApplication(Application):
         branch.logprobs += [0.0] * len(turn.suffix) + choice.logprobs
         end = len(branch.response)
         calls = tuple(checked(call, tools) for call in parsed.calls) if tools else ()
-        branch.turns.append(Turn(start=end - number, end=end, calls=calls))
+        place = len(turn.messages)
+        branch.turns.append(Turn(start=end - number, end=end, message=place, calls=calls))
         branch.text = parsed.content if calls else parsed.text
         branch.messages = [*turn.messages, message]
         ends = False

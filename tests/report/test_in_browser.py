@@ -5,10 +5,11 @@ Needs Chromium (the package `chromium` of a distribution); without one the tests
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from written_run import A_STEP, ATTACKS, STEPS, write_run
+from written_run import A_STEP, ATTACKS, STEPS, lines, talk, write_run
 
 from jaxrl_llm.report.html import write_page
 from jaxrl_llm.report.run_files import open_runs
@@ -35,8 +36,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_page(open_runs(runs), folder / "report.html").as_uri()
 
 
-@pytest.fixture
-def page(browser, file) -> Iterator[Any]:
+@contextmanager
+def opened(browser: Any, file: str) -> Iterator[Any]:
     """The page, freshly opened. At the end: nothing went wrong in it, and no attack ran."""
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     page.set_default_timeout(10_000)
@@ -49,6 +50,12 @@ def page(browser, file) -> Iterator[Any]:
     assert page.evaluate("window.pwned") is None
     assert wrong == []
     page.close()
+
+
+@pytest.fixture
+def page(browser, file) -> Iterator[Any]:
+    with opened(browser, file) as page:
+        yield page
 
 
 def tab(page: Any, name: str) -> None:
@@ -144,6 +151,38 @@ def test_one_sample_is_seen_token_by_token(page):
     page.locator(".samples tbody > tr").nth(2).click()  # below the open one
     assert page.locator("#sample").count() == 1
     assert "what is 30+0?" in page.locator("#sample").inner_text()  # the first run's, too
+
+
+def test_a_sample_of_several_turns_is_seen_as_a_conversation(browser, tmp_path):
+    run = write_run(tmp_path / "turns")
+    (run / "trace" / "train-00000000.jsonl").write_text(lines([talk(1, 0)]))
+    file = write_page(open_runs([run]), tmp_path / "report.html").as_uri()
+    with opened(browser, file) as page:
+        tab(page, "Samples")
+        page.get_by_label("kind").select_option("train")
+        page.get_by_label("Search prompts").fill("bern")
+        page.locator(".samples tbody tr").first.click()
+        sample = page.locator("#sample")
+        summary = "2 turns; stop reason completed; 0.25 s of tools; turn rewards 0.5"
+        assert summary in sample.inner_text()
+        messages = [text.split("\n") for text in sample.locator(".message").all_inner_texts()]
+        assert messages == [
+            ["user prompt", "How warm?"],
+            [
+                "assistant turn 1, sampled, 2 tokens, 1 call failed",
+                "I look it up.",
+                'weather({"town": "Bern"}) wrong_arguments',
+            ],
+            ["tool weather, observed, not in the loss, 1 token, 0.25 s", ATTACKS[0]],
+            ["assistant turn 2, sampled, 1 token, reward 0.5", "21 degrees"],
+        ]
+        tokens = sample.locator(".token")
+        tokens.nth(2).click()
+        assert page.locator("#token").inner_text().endswith(": observed, not in the loss")
+        tokens.nth(3).click()
+        assert "ratio 2" in page.locator("#token").inner_text()
+        facts = sample.locator("table tbody tr").all_inner_texts()
+        assert facts == ["score\t0", "exact_answer\t0", "grader/reason\tright"]
 
 
 def test_alarms_and_differences_of_the_config(page):

@@ -39,6 +39,37 @@ def sample(step: int, index: int, **changes: Any) -> dict[str, Any]:
     return row | changes
 
 
+def talk(step: int, index: int, **changes: Any) -> dict[str, Any]:
+    """A row of two turns: a call, its result (one token), and an answer."""
+
+    def turn(message: int, start: int, end: int, reward: float | None, *calls: str) -> Any:
+        failed, seconds = int("wrong_arguments" in calls), 0.25 if calls else 0.0
+        place = {"start": start, "end": end, "message": message, "tool_s": seconds}
+        return place | {"reward": reward, "failed": failed, "calls": list(calls)}
+
+    call = {"name": "weather", "arguments": '{"town": "Bern"}'}
+    messages = [
+        {"role": "user", "content": "How warm?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "I look it up.",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "name": "weather", "content": ATTACKS[0]},
+        {"role": "assistant", "content": "21 degrees"},
+    ]
+    extras = {
+        "grader/reason": "right",
+        "trajectory": f"{step}-{index}",
+        "stop_reason": "completed",
+        "turns": [turn(1, 0, 2, None, "wrong_arguments"), turn(3, 3, 4, 0.5)],
+        "messages": messages,
+        "tool_s": 0.25,
+    }
+    return sample(step, index, extras=extras, response="21 degrees") | changes
+
+
 def lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 

@@ -11,6 +11,7 @@ from trainer.test_conversing import SIZES, metrics
 from turn_templates import TOOLS
 
 import jaxrl_llm as rl
+from jaxrl_llm.report.conversations import conversation
 from jaxrl_llm.tokenizer import load_tokenizer
 
 CALLS = [
@@ -99,6 +100,12 @@ def test_a_chat_model_calls_tools_and_reads_results(tmp_path, given):
             else:
                 own.append(message)
         assert len(groups) == len(spans)
+        told = conversation(extras, str)["messages"]
+        assert [m["text"] for m in told if m["kind"] == "sampled"] == [
+            said["content"] for said, _ in groups
+        ]
+        observed = sum(m.get("tokens", 0) for m in told if m["kind"] == "observed")
+        assert observed + sum(m.get("tokens", 0) for m in told if "turn" in m) == len(ids)
         for number, (said, results) in enumerate(groups):
             start, end = spans[number]["start"], spans[number]["end"]
             calls = said.get("tool_calls", [])

@@ -22,7 +22,9 @@ function difference(a, b, f) {
 function quantities(sample) {
   return QUANTITIES
     .map(([name, meaning, of]) => [name, meaning, of(sample.details, sample.tokens.length)])
-    .filter(([, , values]) => values && values.length);
+    .filter(([, , values]) => values && values.length)
+    .map(([name, meaning, values]) =>
+      [name, meaning, values.map((value, i) => (isObserved(sample, i) ? null : value))]);
 }
 
 // What a user opened in the list. `quantity` outlives it: the next sample has the same colours.
@@ -43,9 +45,10 @@ class SampleView {
   }
 
   update() {
-    const { sample } = this;
+    const { sample } = this, tokens = this.tokens();
     this.body.replaceChildren(
-      ...titled("Prompt", sample.prompt), ...this.tokens(), ...titled("Response", sample.response),
+      ...(sample.conversation ? [...conversationNodes(sample), ...tokens]
+        : [...titled("Prompt", sample.prompt), ...tokens, ...titled("Response", sample.response)]),
       ...titled("Ground truth", sample.ground_truth), ...failures(sample), ...reward(sample));
   }
 
@@ -72,9 +75,11 @@ class SampleView {
 
   token(id, i, found, colour, readout) {
     const text = this.run.texts[id], shown = text === undefined ? `${id} ` : text || "∅";
-    const all = found.map(([name, , values]) => `${name} ${number(values[i])}`).join(", ");
+    const observed = isObserved(this.sample, i);
+    const all = observed ? KINDS.observed
+      : found.map(([name, , values]) => `${name} ${number(values[i])}`).join(", ");
     const button = element("button", {
-      class: "token", title: all, "aria-pressed": "false",
+      class: observed ? "token observed" : "token", title: all, "aria-pressed": "false",
       onclick: () => {
         for (const other of button.parentNode.children) other.setAttribute("aria-pressed", "false");
         button.setAttribute("aria-pressed", "true");
@@ -114,7 +119,7 @@ function reasons(sample) {
 // Colours of one quantity: from white to blue, or around a middle from red to blue.
 class Scale {
   constructor(name, values) {
-    const given = values.filter((value) => isFinite(value));
+    const given = values.filter((value) => value !== null && isFinite(value));
     this.middle = { ratio: 1, advantage: 0, kl: 0 }[name];
     this.low = name === "probability" ? 0 : Math.min(...given);
     this.high = name === "probability" ? 1 : Math.max(...given);

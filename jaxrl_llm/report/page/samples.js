@@ -57,7 +57,8 @@ class SamplesTab {
 
   chosen() {
     const { kind, source, text, order, least, most } = this.filters, wanted = text.toLowerCase();
-    const has = (sample) => `${sample.prompt}\n${sample.response}`.toLowerCase().includes(wanted);
+    const has = (sample) => `${sample.prompt}\n${sample.response}\n${conversationText(sample)}`
+      .toLowerCase().includes(wanted);
     const score = (sample) => sample.score ?? NaN;  // none if its reward failed
     const found = this.all().filter(({ sample }) =>
       (!kind || sample.kind === kind) && (!source || sample.data_source === source)

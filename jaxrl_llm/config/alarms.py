@@ -70,6 +70,8 @@ class AlarmsConfig(Record):
     ratio: Times = Times(threshold=3.0)
     mismatch: Times = Times(threshold=1.05)  # `token_mult_prob_error`: mean of 5 steps above
     reward_std: Level = Level(threshold=1e-6)  # std of the mean reward over 10 steps: at most
+    # Std of the mean reward over 10 steps, in each of 10 steps: above.
+    reward_deviation: Level = Level(threshold=0.5)
     # Share of groups with equal scores: mean of 10 steps above.
     zero_variance: Share = Share(threshold=0.95)
     # Factor by which the mean length grew or shrank within 50 steps, and by 16 tokens at least.

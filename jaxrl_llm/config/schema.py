@@ -473,6 +473,9 @@ class LogConfig(Record):
     trace_details: Whole = 16  # samples per step whose advantages etc. are traced by token
     report: bool = True  # page <run_dir>/report.html, updated while the run goes on
     communication_every: Whole = 100  # steps between tables of communication; 0: never
+    # Least level of log lines on stderr. `info` adds the stages of every process with their times,
+    # `debug` also each compilation of jax.
+    level: Literal["debug", "info", "warning", "error"] = "warning"
 
 
 class ProfileConfig(Record):

@@ -21,7 +21,7 @@ from jaxrl_llm.observability.console import number
 
 SPLITS = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the devices for roles of their own
 NEXT = 3  # layouts in the report after the chosen one
-CLOSE = 0.02  # share of a step; smaller differences of stages are not named as a reason
+CLOSE = 0.02  # share of a step; smaller differences are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,12 @@ def best_placements(
     settings = [work] if keep_settings else few_settings(work, one)
     layouts = [(choice.estimate, choice.flags) for choice in one]
     layouts += _apart(work, count, hosts, rates, own, settings)
-    return sorted(layouts, key=lambda each: each[0].seconds)  # one group first of equals
+    return sorted(layouts, key=lambda each: (_judged(each[0]), each[0].peak))
+
+
+def _judged(planned: Estimate) -> float:
+    """The seconds by which a layout is judged: a role apart must be faster by more than CLOSE."""
+    return planned.seconds * (1 + CLOSE) if planned.placement else planned.seconds
 
 
 def _apart(

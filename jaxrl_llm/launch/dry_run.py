@@ -56,7 +56,7 @@ def dry_run(config: Config, *, show: int = 0) -> list[str]:
             *_settings_lines(config, plan),
             *(_rows_lines(config, plan, tokenizer, show) if show else ()),
             "stages of a step; a + joins the stages of one program",
-            *(f"  {_segment(segment)}" for segment in plan.at(1).program.segments),
+            *(f"  {_segment(segment, plan)}" for segment in plan.at(1).program.segments),
             "models",
             *(f"  {_model(role)}" for role in plan.roles.values()),
             *_memory_lines(planned_here(config)),
@@ -105,8 +105,10 @@ def _settings_lines(config: Config, plan: Plan) -> list[str]:
     ]
 
 
-def _segment(segment: Segment) -> str:
-    where = "on the host" if segment.is_host else "compiled"
+def _segment(segment: Segment, plan: Plan) -> str:
+    number = plan.at(1).program.number_of_programs(segment)
+    where = f"compiled as a chain of {number} programs" if number > 1 else "compiled"
+    where = where if number else "on the host"
     return f"{segment.name} ({where}): {', '.join(segment.reads) or 'nothing'} -> " + (
         ", ".join(name for stage in segment.stages for name in stage.writes) or "new weights"
     )

@@ -4,6 +4,7 @@ Functions import jax only where they need it, so a mistake in the arguments is r
 """
 
 import faulthandler
+import logging
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ HOST_MEMORY_FRACTION = 0.75
 # with any of those that are ready, and devices of one process can wait for each other for ever.
 IN_ORDER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
+
 # jax's variable for a folder of compiled programs that several runs share.
 COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"
 
@@ -67,6 +70,7 @@ def start(
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C++ then shows the Python stacks
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
+    set_log_level(config.log.level)
     join_processes()
     # With a placement it is not known yet which of them are used.
     with _devices_are_opened(0 if config.placement else config.mesh.num_devices):
@@ -171,6 +175,17 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
         _check_used_devices(num_cpu_devices, exact)
     else:
         _set_up_devices(num_cpu_devices, exact)
+
+
+def set_log_level(level: str) -> None:
+    """Show log lines of this package from `level` on; with `debug` also what jax compiles."""
+    import jax
+
+    logging.getLogger("jaxrl_llm").setLevel(level.upper())
+    if level in ("debug", "info"):  # Python's last resort shows warnings and errors
+        logging.basicConfig(format=LOG_FORMAT)
+    if level == "debug":
+        jax.config.update("jax_log_compiles", True)
 
 
 def _set_up_devices(num_cpu_devices: int, exact: bool) -> None:

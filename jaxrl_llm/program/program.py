@@ -340,6 +340,10 @@ class Program:
         placed = partial(_placed, sharding=self._batch_sharding)
         return batch.replace(**jax.tree.map(placed, writes))
 
+    def number_of_programs(self, segment: Segment) -> int:
+        """The programs that `run` dispatches for a segment; 0 for one on the host."""
+        return 0 if segment.is_host else len(programs_of(self._compiled[segment.name]))
+
     def lower(self, segment: Segment, states: States, batch: Batch) -> jax.stages.Lowered:
         """The lowered program of a device segment, to look into or to compile elsewhere."""
         return self._compiled[segment.name].lower(*self._arguments(segment, states, batch))

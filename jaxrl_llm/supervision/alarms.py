@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +18,7 @@ from jaxrl_llm.config.alarms import AlarmsConfig
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
+from jaxrl_llm.observability.jsonl import read_jsonl
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.listener import Listener, Wish
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, nonfinite_values
@@ -25,6 +27,7 @@ REARM = 10  # steps without the condition, before an alarm may fire again
 SHOWN = 5  # names in an event
 NONFINITE = "nonfinite"
 STEP = "step"
+EVENTS = "events.jsonl"
 WISHES = {"warn": Wish.NOTHING, "save": Wish.SAVE, "stop": Wish.STOP}  # by action
 
 History = list[Any]  # entries of JSON types
@@ -49,6 +52,13 @@ class Event:
             f"alarm {self.name} ({self.action}) at step {self.step}: {self.metric} "
             f"{number(self.value)}, threshold {number(self.threshold)}; look at {self.look_at}"
         )
+
+
+def alarms_after(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of events.jsonl of steps after `step`."""
+    file = run_dir / EVENTS
+    lines = read_jsonl([file], key=STEP) if file.exists() else ()
+    return [line for line in lines if line[STEP] > step]
 
 
 # ------------------------------------------------------------------------- watchers
@@ -108,6 +118,20 @@ class Deviation(Level):
 
     def value(self, history: History) -> float | None:
         return pstdev(history[-self.window :]) if len(history) >= self.window else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unrest(Level):
+    """The least standard deviation over `window` steps, of the last `window` such values."""
+
+    def kept(self, history: History) -> History:
+        return history[1 - 2 * self.window :]
+
+    def value(self, history: History) -> float | None:
+        ends = range(len(history) - self.window + 1, len(history) + 1)
+        if len(history) < 2 * self.window - 1:
+            return None
+        return min(pstdev(history[end - self.window : end]) for end in ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +349,10 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
             metrics=("critic/score/mean",),
             side="at most",
             look_at="the reward function, rewards/failures, samples",
+        ),
+        "reward_deviation": Unrest(
+            metrics=("critic/score/mean",),
+            look_at="learning rate, the scale of the reward, rewards/failures, samples",
         ),
         "zero_variance": Level(
             metrics=("frac_reward_zero_std",),

@@ -95,6 +95,17 @@ class RunFolder:
     config_text: str  # config of this process, as JSON
     lock: RunLock
 
+    def changes(self) -> dict[str, list[Any]]:
+        """The keys that differ from the start before, each with the value there and the one now."""
+        try:
+            stored = _with_new_keys(json.loads((self.path / CONFIG).read_text()))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return {
+            key: [None if value is ABSENT else value for value in values]
+            for key, *values in _differences("", stored, json.loads(self.config_text))
+        }
+
     def write_config(self) -> None:
         """Store the config, on the main process. It is the one that later starts compare with."""
         if is_main():

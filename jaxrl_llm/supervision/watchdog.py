@@ -12,6 +12,7 @@ process writes to RUN/watchdog/ where it stands, and reads what the others wrote
 import contextlib
 import faulthandler
 import json
+import logging
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from jaxrl_llm.config import WatchdogConfig
 from jaxrl_llm.distributed.multihost import barrier, is_main, waits_at
 from jaxrl_llm.whole_files import write_whole
 
+_log = logging.getLogger(__name__)
 STALLED = 75  # the exit code: a failure that a new start may repair (EX_TEMPFAIL of sysexits.h)
 LONGEST = 10.0  # times the longest that a stage took
 POLL_S = 1.0
@@ -116,10 +118,13 @@ def _behind(places: Mapping[int, Place]) -> list[int]:
 
 
 class Watch:
-    """Hears from a training where it stands. This one does not watch."""
+    """Hears from a training where it stands, and logs it. This one does not watch."""
 
     def enter(self, stage: str, step: int | None = None, *, learn: bool = True) -> None:
         """A stage begins, and the one before ends. Its time is not learnt with `learn=False`."""
+        if step is not None:
+            _log.info("step %d begins", step)
+        _log.info("%s", stage)
 
     def clocks(self, running: Sequence[str]) -> None:
         """The clocks of a step that run now: they name the stage."""
@@ -181,6 +186,7 @@ class Watchdog(Watch):
         self._thread.start()
 
     def enter(self, stage: str, step: int | None = None, *, learn: bool = True) -> None:
+        super().enter(stage, step)
         now = time.monotonic()
         with self._lock:
             if self._learn:

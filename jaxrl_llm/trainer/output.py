@@ -40,9 +40,10 @@ from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.stage import StepContext
 from jaxrl_llm.report.refresher import ReportRefresher
-from jaxrl_llm.supervision.alarms import STEP, Event
+from jaxrl_llm.supervision.alarms import EVENTS, STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.supervision.signals import send_to_null
+from jaxrl_llm.supervision.starts import STARTS
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.shown_settings import settings_line
 from jaxrl_llm.typed_records.tree import described
@@ -139,7 +140,7 @@ class RunOutput(MetricsLog):
         self.writer = MetricsWriter(self.run_dir / "metrics.jsonl")
         self._stack.callback(self.writer.close)
         self.writer.truncate_after(keep)
-        self._events = JsonlFile(self.run_dir / "events.jsonl", key=STEP)
+        self._events = JsonlFile(self.run_dir / EVENTS, key=STEP)
         self._events.truncate_after(keep)
         self._stack.callback(self._events.close)
         self.console = Console(
@@ -370,7 +371,7 @@ def about(
     versions = package_versions()
     return {
         "run": f"{run_dir}, {state}, {steps:,} steps",
-        "devices": _devices(plan),
+        "devices": devices_line(plan),
         "model": "; ".join(_model(name, role) for name, role in plan.roles.items()),
         "settings": settings_line(plan.config),
         **({"generation": line} if (line := _generation(plan)) else {}),
@@ -413,7 +414,8 @@ def write_about(folder: Path, about: dict[str, str]) -> None:
     write_whole(folder / ABOUT, json.dumps(about, indent=2) + "\n")
 
 
-def _devices(plan: Plan) -> str:
+def devices_line(plan: Plan) -> str:
+    """The devices of a run with their mesh, and the processes."""
     mesh = plan.learner.mesh
     sizes = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     along = f" ({', '.join(sizes)})" if sizes else ""
@@ -490,6 +492,15 @@ class Summary:
     reason: str = ""  # reason that the callback gave
     checkpoint: Path
 
+    @property
+    def state(self) -> str:
+        """How the run ended, in words."""
+        if self.called_off:
+            return "stopped by a callback" + (f" ({self.reason})" if self.reason else "")
+        if self.alarmed:
+            return "stopped by an alarm"
+        return "interrupted" if self.interrupted else "finished"
+
 
 def print_summary(summary: Summary, config: Config) -> None:
     """Print what changed, how fast, and where everything is. Only process 0 prints."""
@@ -510,12 +521,9 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     totals, run_dir = summary.totals, run_folder(config)
     if run_dir.absolute() != summary.run_dir:  # a callback changed the working directory
         run_dir = summary.run_dir
-    state = "interrupted" if summary.interrupted else "finished"
-    if summary.alarmed:
-        state = "stopped by an alarm"
-    if summary.called_off:
-        state = "stopped by a callback" + (f" ({summary.reason})" if summary.reason else "")
-    lines = [f"{state} at step {summary.step} of {config.total_steps} in {summary.seconds:.0f} s"]
+    lines = [
+        f"{summary.state} at step {summary.step} of {config.total_steps} in {summary.seconds:.0f} s"
+    ]
     if totals.first_reward is not None and totals.last_reward is not None:
         lines.append(f"  reward          {totals.first_reward:.3f} -> {totals.last_reward:.3f}")
     for name, last in totals.last.items():
@@ -534,7 +542,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     lines += [
         f"  checkpoint      {summary.checkpoint}",
         f"  metrics         {run_dir / 'metrics.jsonl'}",
-        f"  alarms          {run_dir / 'events.jsonl'}",
+        f"  alarms          {run_dir / EVENTS}",
+        f"  starts          {run_dir / STARTS}",
     ]
     if config.log.report:
         lines.append(f"  report          {run_dir / 'report.html'}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from jaxrl_llm.checkpoint import digests, layout, manager
@@ -30,7 +31,7 @@ from jaxrl_llm.plan.plan import AHEAD, Plan
 from jaxrl_llm.program.ahead import compiles
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.program.stage import States
-from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
+from jaxrl_llm.supervision.alarms import AlarmBell, Alarms, alarms_after
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, StopRequest, read_deadline
@@ -47,6 +48,7 @@ from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
 from jaxrl_llm.supervision.run_lock import RunLock
 from jaxrl_llm.supervision.signals import stop_requests
+from jaxrl_llm.supervision.starts import Starts
 from jaxrl_llm.supervision.watchdog import END, EndProcess, Watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.batches import (
@@ -64,6 +66,7 @@ from jaxrl_llm.trainer.output import (
     Summary,
     about,
     about_lines,
+    devices_line,
     write_about,
 )
 from jaxrl_llm.trainer.shown_settings import warnings_of_run
@@ -108,6 +111,8 @@ class Run:
     lock: RunLock
     callbacks: Callbacks
     compilations: CompileCounter
+    starts: Starts
+    ended: str = ""  # end of this start in words
     totals: RunTotals = field(default_factory=RunTotals)
     _own: Training | None = None
     _kept: int = 0  # step up to which nothing is lost
@@ -200,7 +205,7 @@ class Run:
         early = own.step < own.total_steps
         alarmed = early and self.bell in own.stopped_by
         called_off = early and self.callbacks in own.stopped_by and not alarmed
-        return Summary(
+        summary = Summary(
             run_dir=self.run_dir,
             step=own.step,
             totals=self.totals,
@@ -211,6 +216,18 @@ class Run:
             reason=self.callbacks.reason,
             checkpoint=self.checkpoints.path(own.step),
         )
+        self.ended = summary.state
+        return summary
+
+    def ends(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write how this start ended, on the main process."""
+        how = self.ended if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        self.starts.end(how, self._own.step if self._own else self.resume_step or 0)
 
     def _training(self, states: States, step: int) -> Training:
         """The run's own steps, from `step` on."""
@@ -439,6 +456,7 @@ def open_run(
             supervised = open_supervised(plan, tokenizer, data.validator, run_dir)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
         begins_again = is_main() and resume is None and has_steps(run_dir)
+        undone = alarms_after(run_dir, resume_step or 0) if is_main() else []
         called = Callbacks(functions=callbacks, run_dir=run_dir, total_steps=config.total_steps)
         output = stack.enter_context(
             RunOutput(
@@ -452,6 +470,7 @@ def open_run(
         )
         watch = watch or Watch()
         stack.callback(watch.enter, END, learn=False)
+        changed = folder.changes()
         folder.write_config()
         if differs:
             output.message(differs)
@@ -481,7 +500,19 @@ def open_run(
             bell=AlarmBell(alarms=Alarms(config=config.alarms), write=output.event),
             callbacks=called,
             compilations=compilations,
+            starts=Starts(folder=run_dir),
         )
+        if is_main():
+            last = run.starts.begin(
+                step=resume_step or 0,
+                config_text=folder.config_text,
+                changed=changed,
+                devices=devices_line(plan),
+                undone=undone,
+            )
+            stack.push(run.ends)
+            if last:
+                output.message(f"start {run.starts.number} of this run; the last one ended: {last}")
         # A warm-up is kept by the save before the first step.
         run._kept = -2 if supervised else resume_step or 0
         opened.append(run)

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, Series, Series, int]] = {
     "ratio": ("actor/ratio_p01", lambda t: 0.8 + 0.1 * wave(t), lambda t: 0.125, 63),
     "mismatch": ("token_mult_prob_error", lambda t: 1.01 + 0.01 * wave(t), lambda t: 1.2, 62),
     "reward_std": (REWARD, lambda t: t / 100 + 0.05 * wave(t), lambda t: 0.7, 70),
+    "reward_deviation": (REWARD, lambda t: t / 100 + wave(t) / 3, lambda t: 0.5 + 5 * (t % 2), 70),
     "zero_variance": ("frac_reward_zero_std", lambda t: 0.5 + t / 400, lambda t: 1.0, 69),
     "length_drift": (
         "response_length/mean",

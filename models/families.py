@@ -28,6 +28,7 @@ from jaxrl_llm.models import (
 )
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
+from jaxrl_llm.models.image_models import IMAGE_MODELS, image_model_of, language_config
 
 
 class Family(Protocol):
@@ -75,10 +76,13 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
 def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     """The family and kind that a config.json names.
 
-    `architectures` decides. Without it, the config is the language model of its `model_type`.
+    `architectures` decides. Without it, the config is the language model of its `model_type`. An
+    image model counts as its language half.
 
     Raises: ValueError for an architecture that is not supported.
     """
+    if image_model_of(hf) is not None:
+        return language_config(hf)["model_type"], "causal_lm"
     named = hf.get("architectures") or []
     for architecture in named:
         if architecture in ARCHITECTURES:
@@ -86,15 +90,34 @@ def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
     if not named and hf.get("model_type") in FAMILIES:
         return hf["model_type"], "causal_lm"
     what = ", ".join(named) or f"model_type {hf.get('model_type')!r}"
-    raise ValueError(
-        f"architecture {what} is not supported (docs/models.md): supported are "
-        f"{', '.join(ARCHITECTURES)}"
-    )
+    raise ValueError(f"architecture {what} is not supported: {_reason(hf)} (docs/models.md)")
+
+
+def _reason(hf: Mapping[str, Any]) -> str:
+    """Why no family reads this config.json, and which ones there are."""
+    text, kind = hf.get("text_config"), hf.get("model_type")
+    families = f"the families are {', '.join(FAMILIES)}"
+    if "vision_config" in hf or "audio_config" in hf or isinstance(text, Mapping):
+        encoder = (
+            "it has an encoder of images or sound, and image models open as language models for "
+            f"{', '.join(IMAGE_MODELS)}"
+        )
+        half = text.get("model_type") if isinstance(text, Mapping) else None
+        if half in FAMILIES:
+            return f"{encoder}; its language model is a {half}, which opens if it is saved alone"
+        return f"{encoder}; {families}"
+    if hf.get("is_encoder_decoder"):
+        return f"it has an encoder and a decoder, and only decoders are read; {families}"
+    if kind in FAMILIES:
+        return f"of {kind}, {' and '.join(FAMILIES[kind].ARCHITECTURES.values())} are read"
+    return f"no file of models/ describes its layers; {families}"
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of any supported config.json."""
     name, _ = find_architecture(hf)
+    if image_model_of(hf) is not None:
+        hf = language_config(hf)
     return FAMILIES[name].config_from_hf(hf)
 
 

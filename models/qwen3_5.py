@@ -1,6 +1,6 @@
 """Qwen3.5, the dense text model: three layers of a gated delta rule to one of gated attention.
 
-Folders of the whole model, with its image encoder, are not read.
+Folders of the whole model, with its image encoder: `image_models.py`.
 """
 
 from collections.abc import Mapping

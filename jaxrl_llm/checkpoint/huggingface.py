@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxrl_llm.checkpoint.mxfp4 import MXFP4, read_packed, with_unpacked
 from jaxrl_llm.checkpoint.safetensors_files import (
+    FORMAT_NAMES,
     LazyTensor,
     StoredTensor,
     float_dtype,
@@ -38,11 +39,17 @@ from jaxrl_llm.models.families import (
     to_hf_config,
 )
 from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
-from jaxrl_llm.models.hf import StoredPart, stored_parts, whole_tensor
+from jaxrl_llm.models.hf import Names, StoredPart, stored_parts, whole_tensor
+from jaxrl_llm.models.image_models import HEAD, image_model_of, stored_names
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
 MAX_SHARD_BYTES = 5_000_000_000
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -102,6 +109,17 @@ def load_model_kind(directory: str | Path) -> Kind:
     return find_architecture(read_config_json(Path(directory)))[1]
 
 
+def image_model_in(directory: str | Path) -> str | None:
+    """The `model_type` of a folder that holds an image model; None for any other model."""
+    return image_model_of(read_config_json(Path(directory)))
+
+
+def _names_in(directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> Names:
+    """The tensor of each parameter as this folder names it."""
+    names = hf_names(spec.config, spec.kind)
+    return names if image_model_in(directory) is None else stored_names(names, stored)
+
+
 def import_params(
     directory: str | Path,
     spec: ModelSpec,
@@ -112,20 +130,21 @@ def import_params(
     `shardings` is a tree of jax.sharding.Sharding with the structure of `spec.params`; None puts
     everything on one device. Values are cast to the dtype of the spec. A scalar model is read from
     a sequence-classification directory with one label, or from a language model, with a head of
-    zeros.
+    zeros. Of an image model the language half is read.
 
     Raises:
         ValueError: a tensor is missing, unexpected, misshapen or quantised (checked before any
             weight is read), or holds NaN or infinity.
     """
     directory = Path(directory)
-    names = hf_names(spec.config, spec.kind)
     in_files = stored_tensors(directory)
     stored = with_unpacked(in_files)
+    names = _names_in(directory, spec, stored)
     wanted = _checked_parts(directory, spec, stored)
     if spec.config.tie_word_embeddings and spec.kind == "causal_lm":
         table = names[("decoder", "embed", "table")].parts[0].name
-        _check_tied(directory, stored[table], stored.get("lm_head.weight"))
+        head = next((stored[name] for name in stored if name.endswith(HEAD)), None)
+        _check_tied(directory, stored[table], head)
 
     target = float_dtype(spec.dtype)
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -186,8 +205,12 @@ def export(
     model_card: str = "",
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    image_model: str | Path | None = None,
 ) -> Path:
     """Write a directory that `from_pretrained` opens. Returns its path.
+
+    With the folder of an `image_model` whose language half this is, the whole model is written:
+    its other tensors, its config.json and its processors are copied from there.
 
     The tokenizer's files are copied from a directory or saved by a Tokenizer. If no
     `generation_config` is given, it is copied from that directory or made from the tokenizer's ids.
@@ -200,7 +223,8 @@ def export(
     directory = Path(directory)
     target = float_dtype(dtype or spec.dtype)
     source = _check_tokenizer_source(tokenizer_files_from, directory)
-    tensors = _export_tensors(spec, params, target)
+    others = Path(image_model) if image_model else None
+    tensors = _export_tensors(spec, params, target, others)
     if not multihost.is_main():
         for tensor in tensors:
             tensor.fetch()  # fetching from several processes is a collective
@@ -215,7 +239,14 @@ def export(
         special_ids = {
             key: value for key, value in generation_config.items() if key.endswith("_token_id")
         }
-        config = to_hf_config(spec.config, spec.kind) | special_ids | {"torch_dtype": target.name}
+        described = to_hf_config(spec.config, spec.kind)
+        if others is not None:
+            described = read_config_json(others)
+            described.pop("dtype", None)  # the other name of `torch_dtype`
+            for name in _PROCESSOR_FILES:
+                if (others / name).is_file():
+                    shutil.copyfile(others / name, directory / name)
+        config = described | special_ids | {"torch_dtype": target.name}
         _write_json(directory / "config.json", config)
     multihost.barrier(f"export {directory}")
     return directory
@@ -262,7 +293,7 @@ def _checked_parts(
     directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTensor]
 ) -> dict[str, list[StoredPart]]:
     """The parameters that each tensor of the directory holds. ValueError as `import_params`."""
-    names = hf_names(spec.config, spec.kind)
+    names = _names_in(directory, spec, stored)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
     shapes = {name: parts[0].tensor.whole_shape for name, parts in wanted.items()}
@@ -293,6 +324,8 @@ def _check_tensors(
         for name in stored
         if name not in wanted and not ignored_tensor(spec.config, spec.kind, name)
     ]
+    if image_model_in(directory) is not None:  # the others belong to its encoder
+        unexpected = []
     if missing or unexpected:
         parts = [
             f"{w} {_some(n)}" for w, n in [("lacks", missing), ("also holds", unexpected)] if n
@@ -353,7 +386,9 @@ def _place(value: np.ndarray, sharding: jax.sharding.Sharding, dtype: np.dtype) 
     return placed.block_until_ready()
 
 
-def _export_tensors(spec: ModelSpec, params: Params, target: np.dtype) -> list[LazyTensor]:
+def _export_tensors(
+    spec: ModelSpec, params: Params, target: np.dtype, image_model: Path | None = None
+) -> list[LazyTensor]:
     # Tensors are written in this order, so the tensors of one parameter are cut from one copy.
     fetched = functools.lru_cache(maxsize=1)(lambda path: _fetch(_get(params, path)))
 
@@ -370,8 +405,25 @@ def _export_tensors(spec: ModelSpec, params: Params, target: np.dtype) -> list[L
         kept = target == np.float16 and tensor.kept_from_float16
         return LazyTensor(name, tensor.whole_shape, fetch, "float32" if kept else tensor.dtype)
 
+    others: dict[str, StoredTensor] = {}
     names = hf_names(spec.config, spec.kind)
-    return [lazy(name, parts) for name, parts in stored_parts(names).items()]
+    if image_model is not None:
+        others = stored_tensors(image_model)
+        names = _names_in(image_model, spec, others)
+    own = stored_parts(names)
+    kept = [_copied(tensor) for name, tensor in others.items() if name not in own]
+    return [*(lazy(name, parts) for name, parts in own.items()), *kept]
+
+
+def _copied(tensor: StoredTensor) -> LazyTensor:
+    """A tensor of another folder, as it is there."""
+
+    def fetch() -> np.ndarray:
+        ((_, value),) = read_tensors([tensor])
+        return value
+
+    dtypes = {theirs: ours for ours, theirs in FORMAT_NAMES.items()}
+    return LazyTensor(tensor.name, tensor.shape, fetch, dtypes[tensor.dtype])
 
 
 def _fetch(value: Any) -> np.ndarray:

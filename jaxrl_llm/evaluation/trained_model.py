@@ -3,6 +3,7 @@
 A model is a Hugging Face directory or one of our checkpoints.
 """
 
+import logging
 import math
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +20,7 @@ from jaxrl_llm.checkpoint.huggingface import (
     TOKENIZER_FILES,
     export,
     load_model_config,
+    model_directory,
 )
 from jaxrl_llm.checkpoint.stored_models import StoredModel, stored_model
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
@@ -33,12 +35,20 @@ from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
 from jaxrl_llm.plan.conversing import open_conversations
-from jaxrl_llm.plan.models import find_model, find_tokenizer, open_meshes, spec_of
+from jaxrl_llm.plan.models import (
+    find_model,
+    find_tokenizer,
+    image_model_of_checkpoint,
+    open_meshes,
+    spec_of,
+)
 from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
 from jaxrl_llm.plan.weights import adapted_role, base_digests, load_params, restored
 from jaxrl_llm.references import exists
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import check_vocabulary, load_tokenizer, set_chat_variables
+
+_log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------- evaluate
 
@@ -146,7 +156,20 @@ def export_checkpoint(
         model_card=model_card(spec, facts, role),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
+        image_model=_image_model(files, role) if kind == "causal_lm" else None,
     )
+
+
+def _image_model(files: Path, role: str) -> Path | None:
+    """The folder with the image encoder of the model that the run learned."""
+    image_model = image_model_of_checkpoint(files)
+    if not image_model or role != "actor":
+        return None
+    try:
+        return model_directory(image_model)
+    except ValueError as error:
+        _log.warning("the language model is exported alone, without its image encoder: %s", error)
+        return None
 
 
 def base_note(checkpoint: Path, role: str, *, adapter: bool) -> str:

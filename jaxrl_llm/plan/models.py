@@ -3,6 +3,7 @@
 A model is described by a directory, a checkpoint or a config.
 """
 
+import functools
 import json
 import logging
 from dataclasses import dataclass, replace
@@ -12,7 +13,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import identity, layout
-from jaxrl_llm.checkpoint.huggingface import load_model_config, model_directory
+from jaxrl_llm.checkpoint.huggingface import (
+    image_model_in,
+    load_model_config,
+    model_directory,
+)
 from jaxrl_llm.checkpoint.peft import read_lora
 from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
@@ -32,6 +37,7 @@ from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
 _log = logging.getLogger(__name__)
 
 CHAR = "char"  # name of the built-in character tokenizer
+IMAGE_MODEL = "image_model"  # key in config.json of checkpoints: the model with the image encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,7 @@ class ModelSource:
     config: ModelConfig
     directory: Path | None = None  # folder of Hugging Face files, or `huggingface` of checkpoints
     checkpoint: Path | None = None  # a global_step_N folder of ours
+    image_model: str = ""  # the image model whose language half it is: a folder, or a name on a hub
 
 
 def find_model(
@@ -79,7 +86,31 @@ def source_at(path: str, config: ModelConfig | None = None) -> ModelSource:
     model = layout.find_model_path(path)
     directory = model_directory(model.files)
     config = config or load_model_config(directory)
-    return ModelSource(config=config, directory=directory, checkpoint=model.checkpoint)
+    image_model = image_model_of_checkpoint(directory) if model.checkpoint else ""
+    if not model.checkpoint and (kind := image_model_in(directory)) is not None:
+        image_model = str(directory.absolute()) if Path(path).is_dir() else path
+        _say_language_half(path, kind, config.family)
+    return ModelSource(
+        config=config, directory=directory, checkpoint=model.checkpoint, image_model=image_model
+    )
+
+
+def image_model_of_checkpoint(directory: Path) -> str:
+    """The image model whose language half a run of ours trains; "" for other models."""
+    return json.loads((directory / "config.json").read_text()).get(IMAGE_MODEL, "")
+
+
+@functools.cache
+def _say_language_half(path: str, kind: str, family: str) -> None:
+    """A line, once for each model."""
+    if is_main():
+        _log.warning(
+            "%s is an image model (%s): its language half is used, a %s, without images. An export "
+            "has the image encoder as it is there",
+            path,
+            kind,
+            family,
+        )
 
 
 def warn_of_positions(source: ModelSource, context: int) -> None:
@@ -208,10 +239,13 @@ def base_settings(settings: ModelSettings) -> ModelSettings:
     )
 
 
-def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+def write_huggingface_files(
+    directory: Path, spec: ModelSpec, tokenizer: Tokenizer, image_model: str = ""
+) -> None:
     """Write config.json, the tokenizer and generation settings into the folder of checkpoints.
 
-    With them a checkpoint is enough to generate, to evaluate and to export.
+    With them a checkpoint is enough to generate, to evaluate and to export. The export of the
+    language half of an `image_model` also needs that model.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
@@ -222,6 +256,8 @@ def write_huggingface_files(directory: Path, spec: ModelSpec, tokenizer: Tokeniz
     }
     ids = {name: value for name, value in ids.items() if value is not None}
     config = to_hf_config(spec.config, spec.kind) | ids
+    if image_model:
+        config[IMAGE_MODEL] = image_model
     for name, content in (("config.json", config), ("generation_config.json", ids)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 

@@ -358,7 +358,9 @@ class Run:
             manager.save_frozen(self.checkpoints.directory, frozen)
         if is_main():
             directory = self.checkpoints.directory / layout.HUGGINGFACE
-            write_huggingface_files(directory, self.plan.learner.spec, self.tokenizer)
+            learner = self.plan.learner
+            image_model = self.plan.sources[learner.name].image_model
+            write_huggingface_files(directory, learner.spec, self.tokenizer, image_model)
         barrier("first_files")
 
     def _restore(self, path: Path) -> tuple[States, dict[str, Any]]:

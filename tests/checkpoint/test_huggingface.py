@@ -25,6 +25,8 @@ from jaxrl_llm.checkpoint.huggingface import (
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, shardings
 from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.plan.models import image_model_of_checkpoint, source_at, write_huggingface_files
 from jaxrl_llm.tokenizer import CharTokenizer
 
 
@@ -443,3 +445,46 @@ def test_import_and_export_on_eight_devices(tmp_path):
     assert peak < 3 * largest + 1_000_000, (peak, largest)
     assert now < 2 * largest, now  # no array kept a copy of itself on the host
     assert_same_bits(stored(source), stored(out))
+
+
+def image_folder(directory, config):
+    """A folder of an image model: the language half in float32, two tensors of its encoder."""
+    own = {"model.visual.a": np.arange(6, dtype=np.float16), "mtp.b": np.full(3, 0.5, np.float32)}
+    renamed = {
+        name.replace("model.", "model.language_model."): value
+        for name, value in random_tensors(config).items()
+    }
+    write_directory(directory, config, tensors=renamed | own)
+    text = to_hf_config(config) | {"model_type": "qwen3_vl_text", "architectures": None}
+    hf = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text, "own": 1}
+    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "preprocessor_config.json").write_text("{}")
+    return directory
+
+
+def test_the_language_half_of_an_image_model_keeps_the_encoder_in_its_export(tmp_path, caplog):
+    config = CONFIGS["qwen3"]
+    source = image_folder(tmp_path / "source", config)
+    assert load_model_config(source) == config
+    found = source_at(str(source))
+    assert found.image_model == str(source)
+    assert "is an image model (qwen3_vl): its language half is used" in caplog.text
+    spec = model_spec(config)
+    params = import_params(source, spec)
+    plain = write_directory(tmp_path / "plain", config)
+    jax.tree.map(np.testing.assert_array_equal, params, import_params(plain, spec))
+
+    how = {"tokenizer_files_from": source, "image_model": source}
+    out = export(tmp_path / "out", spec, params, **how)
+    assert_same_bits(stored(out), stored(source))
+    assert json.loads((out / "config.json").read_text())["own"] == 1
+    assert (out / "preprocessor_config.json").is_file()
+    half = stored(export(tmp_path / "half", spec, params, **how, dtype="bfloat16"))
+    assert half["model.visual.a"].dtype == np.float16
+    assert half["lm_head.weight"].dtype == "bfloat16"
+
+    # Checkpoints of a run say where the encoder is.
+    files = tmp_path / "checkpoints" / "huggingface"
+    write_huggingface_files(files, spec, CharTokenizer(), found.image_model)
+    assert image_model_of_checkpoint(files) == str(source)
+    assert load_model_config(files) == config

@@ -440,7 +440,26 @@ def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["Bert"]}, "architecture Bert is not supported .*: supported are"),
+        (
+            {"architectures": ["Bert"], "model_type": "bert"},
+            "Bert is not .*: no file .* deepseek_v3",
+        ),
+        (
+            {"architectures": ["T5"], "is_encoder_decoder": True},
+            "T5 is not .*: it has an encoder and",
+        ),
+        (
+            {"architectures": ["Llava"], "text_config": {"model_type": "llama"}},
+            "it has an encoder of images .* gemma3, .* language model is a llama, which opens if",
+        ),
+        ({"architectures": ["LlamaForTokenClassification"]}, "of llama, LlamaForCausalLM and"),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "x"},
+            },
+            "the language half of this mistral3 model is a 'x'",
+        ),
         ({"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

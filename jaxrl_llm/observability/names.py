@@ -1,4 +1,4 @@
-"""Names of metrics that only the trainer writes."""
+"""Names of metrics that only the trainer writes, and that alarms watch."""
 
 # A name under one of these, or equal to one without the slash, is reserved. `rewards/` is not: a
 # function's own numbers stand there, except the names that `RewardManager` refuses.
@@ -35,6 +35,29 @@ RESERVED_NAMES = (
     "step",
     "token_mult_prob_error",
 )
+# Patterns of the metrics that each watcher of docs/alarms.md reads.
+WATCHED: dict[str, tuple[str, ...]] = {
+    "nonfinite": ("*",),
+    "gradient_spike": ("actor/grad_norm", "critic/grad_norm", "grad_norm"),
+    "entropy": ("actor/entropy",),
+    "kl": ("actor/reward_kl_penalty", "actor/kl_loss"),
+    "update_kl": ("actor/ppo_kl",),
+    "clip_fraction": ("actor/pg_clipfrac",),
+    "ratio": ("actor/ratio_p01", "actor/ratio_p99"),
+    "mismatch": ("token_mult_prob_error",),
+    "reward_std": ("critic/score/mean",),
+    "reward_deviation": ("critic/score/mean",),
+    "zero_variance": ("frac_reward_zero_std",),
+    "length_drift": ("response_length/mean",),
+    "cut_share": ("response_length/clip_ratio",),
+    "masked_share": ("reward/masked_frac",),
+    "repetition": ("rollout/repetition",),
+    "reward_hacking": ("val-core/*/reward/mean@*",),
+    "explained_variance": ("critic/vf_explained_var",),
+    "host_memory": ("perf/process_memory_gb",),
+    "device_memory": ("perf/memory_in_use_gb",),
+    "step_time": ("perf/time_per_step",),
+}
 
 
 def is_reserved(name: str) -> bool:

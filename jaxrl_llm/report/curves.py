@@ -43,11 +43,16 @@ class Curve:
         places = sorted(kept)
         return Curve(steps=[self.steps[i] for i in places], values=[self.values[i] for i in places])
 
-    def to_json(self, *, with_median: bool = False) -> dict[str, Any]:
-        """Keys: steps, values, `of`, the number of points before thinning, and perhaps `median`."""
+    def to_json(self, *, with_totals: bool = False) -> dict[str, Any]:
+        """Keys: steps, values and `of`, the number of points before thinning.
+
+        With totals, also the `median` and the `sum` of all points.
+        """
         few = self.thinned()
         found = {"steps": few.steps, "values": [*map(_short, few.values)], "of": len(self.steps)}
-        return found | ({"median": _short(median(self.values))} if with_median else {})
+        if with_totals:
+            found |= {"median": _short(median(self.values)), "sum": _short(sum(self.values))}
+        return found
 
 
 def _short(value: float) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.report.curves import MOST_POINTS
+from jaxrl_llm.report.explanations import explanations
 from jaxrl_llm.report.run_files import RunFiles
 from jaxrl_llm.report.samples import A_STEP, MOST_STEPS, MOST_TEXT, MOST_TOKENS, TRAIN
 from jaxrl_llm.whole_files import write_whole
@@ -23,6 +24,7 @@ SCRIPTS = (
     "sample.js",
     "samples.js",
     "tables.js",
+    "runs.js",
     "main.js",
 )
 
@@ -58,6 +60,7 @@ def embedded(value: Any) -> str:
 
 
 def _payload(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    found = [run.read() for run in runs]
     return {
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "limits": {
@@ -67,7 +70,8 @@ def _payload(runs: Sequence[RunFiles]) -> dict[str, Any]:
             "text": MOST_TEXT,
             "tokens": MOST_TOKENS,
         },
-        "runs": [run.read() for run in runs],
+        "explained": explanations(name for run in found for name in run["curves"]),
+        "runs": found,
     }
 
 

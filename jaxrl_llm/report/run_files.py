@@ -1,18 +1,21 @@
 """One run as the page shows it, read from its folder."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.observability.jsonl import read_jsonl
+from jaxrl_llm.observability.names import WATCHED
 from jaxrl_llm.report.curves import MetricsFile
 from jaxrl_llm.report.samples import Trace
 from jaxrl_llm.report.token_texts import TokenTexts
 
 METRICS, EVENTS, CONFIG, ABOUT = "metrics.jsonl", "events.jsonl", "config.json", "about.json"
 MOST_ALARMS = 500
-STAGE = "timing_s/"  # metrics of which the page shows the median; of few points it would be another
+# Metrics of which the page shows the median or the sum; of few points they would be others.
+TOTALS = ("timing_s/", "perf/throughput")
 
 
 class RunFiles:
@@ -26,18 +29,19 @@ class RunFiles:
         self._texts = TokenTexts(folder / "checkpoints" / "huggingface")
 
     def read(self) -> dict[str, Any]:
-        """The run as the page takes it: name, about, config, curves, alarms, samples, texts."""
-        curves = self._curves()
+        """The run as the page takes it: name, about, config, curves, alarms, samples and so on."""
+        curves, config = self._curves(), _object_in(self.folder / CONFIG)
         samples, left_out = self._trace.samples()
         events = [path for path in [self.folder / EVENTS] if path.exists()]
         alarms = list(read_jsonl(events, key="step"))
         return {
             "name": self.name,
             "about": _object_in(self.folder / ABOUT),
-            "config": dict(flat(_object_in(self.folder / CONFIG))),
+            "config": dict(flat(config)),
             "curves": curves,
             "alarms": alarms[-MOST_ALARMS:],
             "num_alarms": len(alarms),
+            "watchers": _watchers(config.get("alarms"), curves),
             "samples": samples,
             "samples_left_out": left_out,
             "texts": self._texts.of({token for s in samples for token in s["tokens"]}),
@@ -52,7 +56,7 @@ class RunFiles:
             if file.read():  # the run has resumed: it writes its trace again, too
                 self._trace.forget()
             for name, curve in file.curves.items():
-                found[prefix + name] = curve.to_json(with_median=name.startswith(STAGE))
+                found[prefix + name] = curve.to_json(with_totals=name.startswith(TOTALS))
         return found
 
 
@@ -75,6 +79,25 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from flat(inner, f"{key}.{name}" if key else str(name))
     elif key:
         yield key, json.dumps(value, ensure_ascii=False)
+
+
+def _watchers(alarms: Any, curves: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each watcher with its settings and the metrics of the run that it watches."""
+    settings = alarms if isinstance(alarms, Mapping) else {}
+    return [
+        {
+            "name": name,
+            "action": setting.get("action"),
+            "threshold": setting.get("threshold"),
+            "metrics": ["all"] if WATCHED[name] == ("*",) else _matching(curves, WATCHED[name]),
+        }
+        for name, setting in settings.items()
+        if name in WATCHED and isinstance(setting, Mapping)
+    ]
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return sorted(name for name in names if any(fnmatchcase(name, p) for p in patterns))
 
 
 def _object_in(file: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
 from jaxrl_llm.observability.jsonl import read_jsonl
+from jaxrl_llm.observability.names import WATCHED
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.listener import Listener, Wish
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients, nonfinite_values
@@ -68,8 +69,8 @@ def alarms_after(run_dir: Path, step: int) -> list[dict[str, Any]]:
 class Watcher(ABC):
     """Reads some metrics; says when one is out of bounds."""
 
-    metrics: tuple[str, ...]  # patterns of names
     look_at: str
+    metrics: tuple[str, ...] = ()  # patterns of names
     threshold: float = 0.0
     restarts: ClassVar[bool] = False  # a new process begins a new history
 
@@ -310,98 +311,83 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
     """Every watcher by its key in the config."""
 
     table: dict[str, Watcher] = {
-        NONFINITE: Finite(metrics=("*",), look_at="rewards, learning rate, dtype"),
+        NONFINITE: Finite(look_at="rewards, learning rate, dtype"),
         "gradient_spike": Spike(
-            metrics=("actor/grad_norm", "critic/grad_norm", "grad_norm"),
             least=config.gradient_spike.least,
             look_at="learning rate, max_grad_norm, the trace's samples of this step",
         ),
         "entropy": Level(
-            metrics=("actor/entropy",),
             side="below",
             window=5,
             look_at="samples that are all alike, entropy_coef, clip_high, learning rate",
         ),
         "kl": Level(
-            metrics=("actor/reward_kl_penalty", "actor/kl_loss"),
             window=5,
             look_at="kl_coef or kl_loss_coef, learning rate, held-out score",
         ),
         "update_kl": Level(
-            metrics=("actor/ppo_kl",),
             window=1,
             look_at="learning rate, ppo_epochs, actor/pg_clipfrac",
         ),
         "clip_fraction": Level(
-            metrics=("actor/pg_clipfrac",),
             look_at="learning rate, ppo_epochs, clip_low and clip_high",
         ),
         "ratio": Factor(
-            metrics=("actor/ratio_p01", "actor/ratio_p99"),
             look_at="learning rate, ppo_epochs, the number of mini-batches, actor/ppo_kl",
         ),
         "mismatch": Fresh(
-            metrics=("token_mult_prob_error",),
             window=5,
             look_at="dtypes of rollout and actor, quantization, rollout_is",
         ),
         "reward_std": Deviation(
-            metrics=("critic/score/mean",),
             side="at most",
             look_at="the reward function, rewards/failures, samples",
         ),
         "reward_deviation": Unrest(
-            metrics=("critic/score/mean",),
             look_at="learning rate, the scale of the reward, rewards/failures, samples",
         ),
         "zero_variance": Level(
-            metrics=("frac_reward_zero_std",),
             look_at="difficulty of the prompts, rollout.n, filter_groups, the reward function",
         ),
         "length_drift": Shift(
-            metrics=("response_length/mean",),
             least=16.0,
             both=True,
             look_at="samples, rewards that depend on length, loss aggregation",
         ),
         "cut_share": Level(
-            metrics=("response_length/clip_ratio",),
             look_at="max_response_length, stop tokens, an overlong penalty",
         ),
         "masked_share": Level(
-            metrics=("reward/masked_frac",),
             window=5,
             look_at="the failures in the samples, the reward's server or sandbox, mask_truncated",
         ),
         "repetition": Level(
-            metrics=("rollout/repetition",),
             look_at="samples, temperature, learning rate",
         ),
         "reward_hacking": Hacking(
-            metrics=("val-core/*/reward/mean@*",),
             look_at="samples with high reward, the reward function, an earlier checkpoint",
         ),
         "explained_variance": Level(
-            metrics=("critic/vf_explained_var",),
             side="below",
             look_at="the critic's learning rate, critic.warmup_steps",
         ),
         "host_memory": Growth(
-            metrics=("perf/process_memory_gb",),
             look_at="the reward function and dataset class, the step at which it began",
         ),
         "device_memory": Growth(
-            metrics=("perf/memory_in_use_gb",),
             look_at="arrays that your own stages keep",
         ),
         "step_time": Duration(
-            metrics=("perf/time_per_step",),
             least=1.0,
             look_at="timing_s/* of these steps, response lengths, other jobs on the machine",
         ),
     }
     return {
-        name: replace(watcher, threshold=getattr(getattr(config, name), "threshold", 0.0))
+        name: replace(
+            watcher,
+            metrics=WATCHED[name],
+            threshold=getattr(getattr(config, name), "threshold", 0.0),
+        )
         for name, watcher in table.items()
     }
 

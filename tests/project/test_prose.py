@@ -116,6 +116,16 @@ def test_the_page_of_results_and_its_figure_are_generated():
     assert done.stdout == "[]\n", f"run scripts/benchmarks/ledger.py: {done.stdout}{done.stderr}"
 
 
+def test_files_made_of_others_are_up_to_date():
+    """scripts/write_pages.py makes them."""
+    code = (
+        "import sys; sys.path.insert(0, 'scripts')\nfrom write_pages import FILES, ROOT\n"
+        "print([name for name, make in FILES.items() if (ROOT / name).read_text() != make()])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", f"run scripts/write_pages.py: {done.stdout}{done.stderr}"
+
+
 def test_the_figures_of_readme_are_the_current_ones():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     table = (ROOT / "README.md").read_text().split("## Results")[1].split("| Learning")[0]

@@ -63,7 +63,7 @@ def tab(page: Any, name: str) -> None:
 
 
 def test_curves_are_read_under_the_pointer_and_zoomed(page):
-    chart = page.locator(".chart", has_text="critic/score/mean")
+    chart = page.locator(".chart", has_text="critic/score/mean").first
     assert "first 1 (step 30)" in chart.inner_text()
     box = chart.locator("canvas").bounding_box()
     left, right = box["x"] + 52, box["x"] + box["width"] - 10
@@ -87,6 +87,58 @@ def test_curves_are_read_under_the_pointer_and_zoomed(page):
     assert "alarm entropy" in chart.inner_text()
 
 
+def test_runs_are_a_table_that_is_sorted(page):
+    rows = page.locator("#leaders tbody tr")
+    first = ["first", "0.001", "30 of 31", "0.25", "0.875", "20", "0.75", "3.6", "115.5"]
+    assert rows.all_inner_texts() == ["\t".join(first), "\t".join(["second", "0.0003", *first[2:]])]
+    assert "share of right answers to held-out prompts" in page.locator("main").inner_text()
+    heading = page.get_by_role("columnheader", name="actor.learning_rate")
+    heading.get_by_role("button").click()
+    assert rows.first.inner_text().startswith("second") and "▲" in heading.inner_text()
+    heading.get_by_role("button").click()
+    assert rows.first.inner_text().startswith("first") and "▼" in heading.inner_text()
+    page.get_by_label("metric").select_option("warmup: loss")
+    assert rows.first.inner_text().split("\t")[3:7] == ["1", "0.25", "4", "0.25"]
+    assert "lowest" in page.locator("#leaders thead").inner_text()
+
+
+def test_equal_curves_are_one_chart_and_a_constant_has_none(page):
+    tab(page, "Curves")
+    titles = page.locator(".chart h3").all_inner_texts()
+    assert "critic/rewards/mean" in titles and "critic/score/mean" not in titles
+    chart = page.locator(".chart", has_text="critic/rewards/mean")
+    assert "The same values: critic/score/mean." in chart.inner_text()
+    assert "the same minus the KL penalty, summed over tokens" in chart.inner_text()
+    assert "perf/max_memory_allocated_gb" not in titles
+    row = page.locator(".constants tbody tr", has_text="perf/max_memory_allocated_gb")
+    assert row.inner_text().split("\t")[1:3] == ["10", "10"]
+
+
+def test_a_step_that_compiles_does_not_set_the_scale(page):
+    """Of times 97, 1, 2, ..., 9, the axis has 1 to 9; of a score it has all."""
+    scale = """([name, view]) => { const steps = [...Array(10).keys()];
+        const values = [97, ...steps.slice(1)];
+        const chart = new Chart(Object.assign(new View(), view), name,
+          [{ name, steps, values, skip: name === 'time' ? new Set([0]) : null }]);
+        chart.measure(chart.lines()); return [chart.y0, chart.y1]; }"""
+    low, high = page.evaluate(scale, ["time", {}])
+    assert 0 < low < 1 and 9 < high < 10
+    assert page.evaluate(scale, ["score", {}])[1] > 97
+    assert page.evaluate(scale, ["time", {"logarithmic": True}])[1] < 1.1  # log10
+
+
+def test_sparse_curves_are_not_smoothed(page):
+    lines = """(sparse) => new Chart(Object.assign(new View(), { smoothing: 0.9 }), "x",
+        [{ steps: [1, 2, 3], values: [0, 1, 0], sparse }]).lines().map((line) => line.values)"""
+    assert page.evaluate(lines, True) == [[0, 1, 0]]
+    raw, smooth = page.evaluate(lines, False)
+    assert raw == [0, 1, 0] and 0 < smooth[2] < 1
+    sparse = """(name) => {
+        const curves = { often: { of: 100 }, seldom: { of: 40 }, "w: x": { of: 13 } };
+        return isSparse({ curves }, name); }"""
+    assert [page.evaluate(sparse, n) for n in ("often", "seldom", "w: x")] == [False, True, False]
+
+
 def test_charts_are_drawn(page):
     tab(page, "Curves")
     page.get_by_label("Search metrics").fill("timing_s/gen")
@@ -101,7 +153,7 @@ def test_charts_are_drawn(page):
 def test_runs_are_hidden_and_stages_compared(page):
     tab(page, "Times and memory")
     rows = page.locator("main table tbody tr")
-    assert rows.first.inner_text().split() == ["gen", "1", "25", "%", "1", "25", "%"]
+    assert rows.first.inner_text().split() == ["gen", "1", "25", "%", "1", "25", "%"]  # medians
     page.get_by_role("button", name="second").click()
     assert rows.first.inner_text().split() == ["gen", "1", "25", "%"]
 
@@ -188,9 +240,13 @@ def test_a_sample_of_several_turns_is_seen_as_a_conversation(browser, tmp_path):
 def test_alarms_and_differences_of_the_config(page):
     tab(page, "Alarms")
     assert ATTACKS[1] in page.locator("main tbody tr").first.inner_text()
+    watchers = page.locator("#watchers tbody tr").all_inner_texts()
+    assert watchers[0] == "entropy\t\t0.02\t1 alarm\t1 alarm"
+    assert watchers[1] == "reward_std\tcritic/score/mean\t0.000001\tquiet\tquiet"
     tab(page, "Config")
     rows = page.locator("#config tbody tr")
-    assert rows.all_inner_texts() == ["actor.learning_rate\t0.001\t0.0003"]
+    assert rows.count() == 2 and "run_dir" in rows.first.inner_text()
+    assert rows.last.inner_text() == "actor.learning_rate\t0.001\t0.0003"
     page.get_by_label("differences only").uncheck()
     page.get_by_label("Search keys").fill("onerror")
     assert rows.count() == 1 and "actor.name" in rows.first.inner_text()

@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 from written_run import A_STEP, ATTACKS, STEPS, lines, metrics, sample, write_run
 
+from jaxrl_llm.observability.jsonl import GLOBAL_STEP
+from jaxrl_llm.observability.names import WATCHED
 from jaxrl_llm.report import html, refresher, samples
 from jaxrl_llm.report.curves import Curve, MetricsFile
+from jaxrl_llm.report.explanations import explanations
 from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.report.run_files import RunFiles, is_run, open_runs
 from jaxrl_llm.report.samples import Trace, first_line_of, last_step, rows_at, spread
@@ -48,7 +51,7 @@ def test_the_median_of_a_stage_is_that_of_all_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines(steps))
     curve = RunFiles(tmp_path).read()["curves"]["timing_s/gen"]
     assert curve["values"].count(2.0) >= len(curve["values"]) // 2 - 1
-    assert curve["median"] == 1.0 and curve["of"] == 4_000
+    assert (curve["median"], curve["sum"], curve["of"]) == (1.0, 5_000.0, 4_000)
 
 
 def test_metrics_are_read_as_they_are_written(tmp_path):
@@ -80,7 +83,7 @@ def test_a_run_that_resumed_between_two_reads_is_read_again(tmp_path):
     found = run.read()
     curve = found["curves"]["timing_s/gen"]
     assert curve["steps"] == [*range(1, STEPS + 11)]
-    assert curve["values"] == [1.0] * 10 + [2.0] * STEPS
+    assert curve["values"] == [97.0] + [1.0] * 9 + [2.0] * STEPS
     assert found["samples"][-1]["score"] == 2.0
 
 
@@ -169,6 +172,35 @@ def test_the_page_has_the_run(tmp_path):
     assert first["alarms"][0]["step"] == 7
     assert len(first["samples"]) == STEPS * A_STEP + 4
     assert first["texts"]["2"] == "<b>bold</b>"
+
+
+def test_the_page_explains_its_metrics_in_the_words_of_the_docs(tmp_path):
+    told = data_of(html.page([RunFiles(write_run(tmp_path / "run"))]))["explained"]
+    assert told["val-core/sums/acc/mean@1"].startswith("share of right answers")
+    assert told["warmup: loss"] == "loss of the whole batch"
+    names = ("eval_grad_norm", "timing_s/gen", "gen/micro_batches", "mine")
+    said = explanations(names)
+    assert said["eval_grad_norm"] == "held out: global gradient norm before clipping"
+    assert said["timing_s/gen"].startswith("seconds of a compiled program")
+    assert said["gen/micro_batches"].startswith("micro-batches of a packed pass")
+    assert "mine" not in said
+    assert not [text for text in said.values() if re.search(r"[`\[¹²³⁵]", text)]
+
+
+def test_watchers_are_listed_with_the_metrics_of_the_run(tmp_path):
+    names = {"a", "critic/score/mean", "val-core/a/reward/mean@1", "val-core/b/reward/mean@4"}
+    alarms = {name: {"action": "warn", "threshold": 0.1} for name in WATCHED}
+    run = write_run(tmp_path / "run")
+    (run / "config.json").write_text(json.dumps({"alarms": alarms | {"mine": {}}}))
+    (run / "metrics.jsonl").write_text(lines([{GLOBAL_STEP: 1} | dict.fromkeys(names, 0.5)]))
+    seen = {one["name"]: one["metrics"] for one in RunFiles(run).read()["watchers"]}
+    assert list(seen) == list(WATCHED)
+    assert {name: seen[name] for name in seen if seen[name]} == {
+        "nonfinite": ["all"],
+        "reward_std": ["critic/score/mean"],
+        "reward_deviation": ["critic/score/mean"],
+        "reward_hacking": ["val-core/a/reward/mean@1", "val-core/b/reward/mean@4"],
+    }
 
 
 @pytest.mark.parametrize("damage", [b"garbage\n", b'{"step": "x"}\n', b"[1]\n", b"\0" * 9 + b"\n"])

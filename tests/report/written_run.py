@@ -74,25 +74,39 @@ def lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
+HELD_OUT = {0: 0.25, 10: 0.5, 20: 0.875, 30: 0.75}  # by step
+
+
 def metrics(step: int) -> dict[str, float]:
-    return {
+    """Step 1 compiles. Nothing changes the memory; rewards are scores, as without a KL penalty."""
+    compiling = 96.0 * (step == 1)
+    row: dict[str, float] = {
         "training/global_step": step,
         "critic/score/mean": step / STEPS,
-        "timing_s/gen": 1.0,
-        "timing_s/update_actor": 3.0,
-        "timing_s/step": 4.0,
+        "critic/rewards/mean": step / STEPS,
+        "timing_s/gen": 1.0 + compiling,
+        "timing_s/update_actor": 3.0 - step / 1000,
+        "timing_s/step": 4.0 + compiling,
+        "perf/compilations": 3.0 * (step == 1),
         "perf/max_memory_allocated_gb": 10.0,
+        "perf/throughput": 100.0 + step,
     }
+    return row | ({"val-core/sums/acc/mean@1": HELD_OUT[step]} if step in HELD_OUT else {})
 
 
 def write_run(folder: Path, learning_rate: float = 1e-3) -> Path:
     """A run of STEPS steps, A_STEP samples each, with a warm-up, an alarm and a tokenizer."""
     for name in ("trace", "warmup", "checkpoints/huggingface"):
         (folder / name).mkdir(parents=True)
-    config = {"seed": 0, "actor": {"learning_rate": learning_rate, "name": ATTACKS[1]}}
+    config = {"seed": 0, "run_dir": str(folder), "total_steps": STEPS + 1}
+    config |= {"actor": {"learning_rate": learning_rate, "name": ATTACKS[1]}}
+    config |= {"alarms": {"entropy": {"action": "warn", "threshold": 0.02}, "nonfinite": "x"}}
+    config["alarms"] |= {"reward_std": {"action": "warn", "threshold": 1e-6}, "kl": {}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "about.json").write_text(json.dumps({"device": "4 x card", "model": ATTACKS[0]}))
-    (folder / "metrics.jsonl").write_text(lines([metrics(step) for step in range(1, STEPS + 1)]))
+    first = {"training/global_step": 0, "val-core/sums/acc/mean@1": HELD_OUT[0]}
+    rows = [first, *(metrics(step) for step in range(1, STEPS + 1))]
+    (folder / "metrics.jsonl").write_text(lines(rows))
     warmup = [{"training/global_step": step, "loss": 1 / step} for step in range(1, 5)]
     (folder / "warmup" / "metrics.jsonl").write_text(lines(warmup))
     alarm = {"step": 7, "name": "entropy", "metric": "critic/score/mean", "value": 0.1}

@@ -61,14 +61,16 @@ function nearest(steps, step) {
 }
 
 class Chart {
-  // series: [{name, colour, steps, values}]; marks: [{step, colour, text}]
-  constructor(view, title, series, marks = []) {
+  // series: [{name, colour, steps, values, sparse, skip}], where a `sparse` one has points and is not
+  // smoothed, and the scale does not count the steps in `skip`; marks: [{step, colour, text}];
+  // notes: what stands under the title.
+  constructor(view, title, series, marks = [], notes = []) {
     Object.assign(this, { view, title, series, marks, pointer: null, drag: null, seen: false });
     this.training = title.includes(": ") ? title.split(": ")[0] : "";
     this.canvas = element("canvas", { role: "img", "aria-label": title });
     this.readout = element("div", { class: "readout" });
     this.node = element("section", { class: "chart" },
-      element("h3", {}, title), this.canvas, this.readout);
+      element("h3", {}, title), ...notes, this.canvas, this.readout);
     this.listen();
     this.watcher = new IntersectionObserver((entries) => {
       this.seen = entries.some((entry) => entry.isIntersecting);
@@ -108,10 +110,8 @@ class Chart {
   lines() {
     const weight = this.view.smoothing;
     if (!weight) return this.series;
-    return [
-      ...this.series.map((one) => ({ ...one, faint: true })),
-      ...this.series.map((one) => ({ ...one, values: smoothed(one.values, weight) })),
-    ];
+    return this.series.flatMap((one) => (one.sparse ? [one]
+      : [{ ...one, faint: true }, { ...one, values: smoothed(one.values, weight) }]));
   }
 
   measure(lines) {
@@ -127,16 +127,24 @@ class Chart {
     return scale;
   }
 
-  bound(lines) {
+  // The lowest and the highest value that is shown, perhaps without the steps to skip.
+  ends(lines, skipping) {
     let low = Infinity, high = -Infinity;
-    for (const { steps, values } of lines) {
+    for (const { steps, values, skip } of lines) {
       for (let i = 0; i < steps.length; i++) {
         const shown = steps[i] >= this.x0 && steps[i] <= this.x1;
         if (!shown || (this.view.logarithmic && values[i] <= 0)) continue;
+        if (skipping && skip && skip.has(steps[i])) continue;
         if (values[i] < low) low = values[i];
         if (values[i] > high) high = values[i];
       }
     }
+    return [low, high];
+  }
+
+  bound(lines) {
+    let [low, high] = this.ends(lines, true);
+    if (low >= high) [low, high] = this.ends(lines, false);  // only such steps, or one value else
     this.empty = low > high;
     this.log = this.view.logarithmic && high > 0;
     if (this.log) [low, high] = [Math.log10(low), Math.log10(high)];
@@ -163,6 +171,7 @@ class Chart {
     pen.rect(MARGIN.left, 0, this.wide, this.high + MARGIN.top + 1);
     pen.clip();
     this.paint(pen, lines);
+    this.beyond(pen, lines);
     this.alarms(pen);
     this.selection(pen);
     pen.restore();
@@ -190,7 +199,7 @@ class Chart {
   }
 
   paint(pen, lines) {
-    for (const { steps, values, colour, faint } of lines) {
+    for (const { steps, values, colour, faint, sparse } of lines) {
       pen.strokeStyle = pen.fillStyle = colour;
       pen.globalAlpha = faint ? 0.25 : 1;
       pen.lineWidth = 1.6;
@@ -199,10 +208,24 @@ class Chart {
         if (!(this.log && values[i] <= 0)) pen.lineTo(this.px(steps[i]), this.py(values[i]));
       }
       pen.stroke();
-      const alone = steps.length === 1;
-      if (alone) pen.fillRect(this.px(steps[0]) - 3, this.py(values[0]) - 3, 6, 6);
+      if (sparse) steps.forEach((_, i) => this.point(pen, { steps, values, colour }, i, 2.5));
     }
     pen.globalAlpha = 1;
+  }
+
+  // Says what lies outside of the scale: a step that compiled takes many times as long.
+  beyond(pen, lines) {
+    pen.fillStyle = this.colours.soft;
+    pen.textAlign = "left";
+    for (const { steps, values, skip } of lines) {
+      const i = skip ? steps.findIndex((step) => skip.has(step) && step >= this.x0) : -1;
+      if (i < 0 || steps[i] > this.x1) continue;
+      const y = this.py(values[i]);
+      if (y >= 0 && y <= MARGIN.top + this.high) continue;
+      const at = y < 0 ? MARGIN.top + 10 : MARGIN.top + this.high - 5;
+      pen.fillText(`${y < 0 ? "▲" : "▼"} ${number(values[i])} in step ${steps[i]}`, this.px(steps[i]) + 8, at);
+      return;
+    }
   }
 
   alarms(pen) {
@@ -232,8 +255,9 @@ class Chart {
     const parts = [];
     for (const one of this.series) {
       const i = inside ? nearest(one.steps, step) : one.steps.length - 1;
-      parts.push(dot(one.colour), `${one.name} ${number(one.values[i])} (step ${one.steps[i]})  `);
-      if (inside) this.point(pen, one, i);
+      parts.push(element("span", { class: "value" }, dot(one.colour),
+        `${one.name} ${number(one.values[i])} (step ${one.steps[i]})`), " ");
+      if (inside) this.point(pen, one, i, 3.5);
     }
     for (const mark of inside ? this.marks : []) {
       if (Math.abs(this.px(mark.step) - this.pointer) < 4) parts.push(mark.text);
@@ -241,11 +265,11 @@ class Chart {
     this.readout.replaceChildren(...parts);
   }
 
-  point(pen, { steps, values, colour }, i) {
+  point(pen, { steps, values, colour }, i, radius) {
     if (this.log && values[i] <= 0) return;
     pen.fillStyle = colour;
     pen.beginPath();
-    pen.arc(this.px(steps[i]), this.py(values[i]), 3.5, 0, 7);
+    pen.arc(this.px(steps[i]), this.py(values[i]), radius, 0, 7);
     pen.fill();
   }
 }

@@ -9,6 +9,28 @@ const HEADLINES = [
   /^actor\/entropy$/, /^actor\/(ppo_kl|kl_loss|pg_clipfrac|grad_norm)$/, /^kl$/,
   /^response_length\/(mean|clip_ratio)$/, /^perf\/(throughput|time_per_step)$/,
 ];
+// Metrics that a compilation changes.
+const TIMED = /^(.*: )?(timing_s\/|timing_per_token_ms\/|perf\/(throughput|time_per_step|mfu))/;
+const FEW = 12; // a curve with as many points, or with a value in less than half of the steps, is sparse
+
+// The name of a training with its ": ", or nothing for the run's own steps.
+function trainingOf(name) {
+  return name.includes(": ") ? `${name.split(": ")[0]}: ` : "";
+}
+
+function isSparse(run, name) {
+  const training = trainingOf(name), curve = run.curves[name];
+  const counts = Object.keys(run.curves).filter((other) => trainingOf(other) === training)
+    .map((other) => run.curves[other].of);
+  return curve.of <= FEW || curve.of * 2 < Math.max(...counts);
+}
+
+// The steps that compiled programs; where nothing counts these, the first one.
+function compilingSteps(run, name) {
+  const counted = run.curves[`${trainingOf(name)}perf/compilations`];
+  const curve = run.curves[name];
+  return new Set(counted ? counted.steps.filter((_, i) => counted.values[i] > 0) : curve.steps.slice(0, 1));
+}
 
 class Page {
   constructor(data) {
@@ -17,6 +39,7 @@ class Page {
     this.hidden = new Set();
     this.text = "";
     data.runs.forEach((run, i) => { run.colour = COLOURS[i % COLOURS.length]; });
+    this.runTable = new RunTable(this);
     this.samples = new SamplesTab(this);
     this.config = new ConfigTab(this);
     this.tabs = {
@@ -36,15 +59,28 @@ class Page {
     return [...new Set(this.runs().flatMap((run) => Object.keys(run.curves)))].sort();
   }
 
-  chart(name) {
-    const series = [], marks = [];
+  // `same`: other metrics with the same values.
+  chart(name, same = []) {
+    const series = [], marks = [], timed = TIMED.test(name);
     for (const run of this.runs()) {
-      if (run.curves[name]) series.push({ name: run.name, colour: run.colour, ...run.curves[name] });
+      const curve = run.curves[name];
+      if (curve) {
+        const skip = timed ? compilingSteps(run, name) : null;
+        series.push({ name: run.name, colour: run.colour, sparse: isSparse(run, name), skip, ...curve });
+      }
       for (const alarm of run.alarms.filter((one) => one.metric === name)) {
         marks.push({ step: alarm.step, colour: "#b42318", text: `alarm ${alarm.name}` });
       }
     }
-    return new Chart(this.view, name, series, marks);
+    const notes = [this.explained(name)];
+    if (same.length) notes.push(element("div", { class: "explained" }, `The same values: ${same.join(", ")}.`));
+    return new Chart(this.view, name, series, marks, notes);
+  }
+
+  // What docs/metrics.md says of a metric.
+  explained(name) {
+    const text = this.data.explained[name];
+    return text ? element("div", { class: "explained", title: text }, text) : "";
   }
 
   chartBar() {
@@ -58,8 +94,28 @@ class Page {
       note("Drag over a chart to zoom, double-click to see the whole run."));
   }
 
-  grid(names) {
-    return element("div", { class: "grid" }, ...names.map((name) => this.chart(name).node));
+  // Charts of what varies, one for equal curves, and a table of what does not.
+  cells(names) {
+    const runs = this.runs(), groups = new Map(), constant = [];
+    for (const name of names) {
+      const curves = runs.map((run) => run.curves[name]);
+      if (curves.every((curve) => !curve || curve.values.every((value) => value === curve.values[0]))) {
+        constant.push(name);
+        continue;
+      }
+      const key = JSON.stringify(curves.map((curve) => curve && [curve.steps, curve.values]));
+      groups.set(key, [...(groups.get(key) || []), name]);
+    }
+    const charts = [...groups.values()].map(([name, ...same]) => this.chart(name, same).node);
+    return [element("div", { class: "grid" }, ...charts), constant.length ? this.constants(constant) : ""];
+  }
+
+  constants(names) {
+    const runs = this.runs(), heads = [["constant", ""], ...runs.map((run) => [run.name, "number"]), ["", ""]];
+    const rows = names.map((name) => element("tr", {}, element("td", {}, name),
+      ...runs.map((run) => element("td", { class: "number" }, number((run.curves[name] || { values: [] }).values[0]))),
+      element("td", {}, this.explained(name))));
+    return table(heads, rows, { class: "constants" });
   }
 
   overview() {
@@ -69,8 +125,9 @@ class Page {
       ? note(`Curves are drawn from at most ${this.data.limits.points} points: the ends, and the lowest and highest `
         + "of each stretch of steps. metrics.jsonl has every step.") : null;
     const about = aboutTable(this.runs());
-    return [about || "", this.chartBar(), few || "",
-      names.length ? this.grid(names) : note("No step has ended yet.")];
+    const curves = names.length ? this.cells(names) : [note("No step has ended yet.")];
+    return [...this.runTable.nodes(), this.chartBar(), few || "", ...curves,
+      ...(about ? [element("h2", {}, "About"), about] : [])];
   }
 
   curves() {
@@ -85,7 +142,7 @@ class Page {
         groups.set(group, [...(groups.get(group) || []), name]);
       }
       body.replaceChildren(...[...groups].flatMap(([group, inside]) =>
-        [element("h2", {}, group), this.grid(inside)]));
+        [element("h2", {}, group), ...this.cells(inside)]));
     };
     const bar = this.chartBar();
     bar.prepend(search("Search metrics", this.text, (text) => { this.text = text; fill(); }));

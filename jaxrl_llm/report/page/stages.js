@@ -65,15 +65,13 @@ function stagesTab(page) {
       colour: STAGE_COLOURS[i % STAGE_COLOURS.length],
       ...run.curves[name],
       dense: run.curves[name].of === (run.curves[`${STAGE}step`] || {}).of,
+      skip: compilingSteps(run, name),
     }));
     if (series.length) nodes.push(new StackedChart(page.view, run.name, series).node);
   }
   const memory = page.metrics().filter((name) => /memory|_gb$|bytes/.test(name)
     && !name.startsWith("communication/"));
-  nodes.push(element("h2", {}, "Stages"), stageTable(runs), element("h2", {}, "Memory"));
-  nodes.push(element("div", { class: "grid" }, ...memory.map((name) => page.chart(name).node)));
   const speed = page.metrics().filter((name) => /throughput|mfu|time_per_step/.test(name));
-  nodes.push(element("h2", {}, "Speed"));
-  nodes.push(element("div", { class: "grid" }, ...speed.map((name) => page.chart(name).node)));
-  return [page.chartBar(), ...nodes];
+  return [page.chartBar(), ...nodes, element("h2", {}, "Stages"), stageTable(runs),
+    element("h2", {}, "Memory"), ...page.cells(memory), element("h2", {}, "Speed"), ...page.cells(speed)];
 }

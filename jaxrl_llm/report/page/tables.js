@@ -12,9 +12,32 @@ function alarmsTab(page) {
     element("td", { class: "number" }, number(alarm.value)),
     element("td", { class: "number" }, number(alarm.threshold)),
     element("td", {}, alarm.look_at))));
-  if (!rows.length) return [note("No alarm.")];
   const left = runs.reduce((sum, run) => sum + run.num_alarms - run.alarms.length, 0);
-  return [left ? note(`${left} earlier alarms are in events.jsonl.`) : "", table(heads, rows)];
+  return [left ? note(`${left} earlier alarms are in events.jsonl.`) : "",
+    rows.length ? table(heads, rows) : note("No alarm."), ...watchers(runs)];
+}
+
+// Every watcher, and what it saw: a quiet one has watched its metrics.
+function watchers(runs) {
+  const names = [...new Set(runs.flatMap((run) => run.watchers.map((one) => one.name)))];
+  if (!names.length) return [];
+  const rows = names.map((name) => {
+    const each = runs.map((run) => [run, run.watchers.find((one) => one.name === name)]);
+    const [, first] = each.find(([, one]) => one);
+    return element("tr", {}, element("td", {}, name),
+      element("td", {}, first.metrics.join(", ")),
+      element("td", { class: "number" }, number(first.threshold)),
+      ...each.map(([run, one]) => element("td", {}, one ? watched(run, one) : "")));
+  });
+  const heads = [["watcher", ""], ["metrics", ""], ["threshold", "number"], ...runs.map((run) => [run.name, ""])];
+  return [element("h2", {}, "Watchers"), table(heads, rows, { id: "watchers" })];
+}
+
+function watched(run, { name, action, metrics }) {
+  const fired = run.alarms.filter((alarm) => alarm.name === name).length;
+  if (fired) return element("span", { class: "bad" }, `${fired} ${fired === 1 ? "alarm" : "alarms"}`);
+  if (action === "off") return "off";
+  return metrics.length ? "quiet" : "no such metric";
 }
 
 class ConfigTab {

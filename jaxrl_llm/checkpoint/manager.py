@@ -158,13 +158,21 @@ class CheckpointManager:
         score = self._score(metrics)
         return bool(self._best.number) and score is not None and score > self._best.highest()
 
-    def _score(self, metrics: dict[str, float]) -> float | None:
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
         """The number by which checkpoints are compared; None where the metrics do not have it."""
+        metric, value = self.compared(metrics) or ("", None)
+        return -value if value is not None and metric.startswith("-") else value
+
+    def compared(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """The metric by which checkpoints are compared, as `best_metric` names it, and its value.
+
+        None where the metrics do not have it.
+        """
         candidates = [name for name in metrics if name.startswith(VALIDATION)]
         candidates.sort(key=lambda name: "/reward/mean@" not in name)  # stable: rewards first
         metric = self._best_metric or next(iter(candidates), "")
         value = metrics.get(metric.removeprefix("-"))
-        return -value if value is not None and metric.startswith("-") else value
+        return None if value is None else (metric, value)
 
     def save_seconds(self) -> float:
         """The longest recent save, until its digests were on disk, as far as this process knows."""

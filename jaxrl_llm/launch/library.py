@@ -84,7 +84,11 @@ def train(
     with started(config, num_cpu_devices=num_cpu_devices) as config:
         from jaxrl_llm.trainer.loop import train
 
-        return train(config, callbacks=callbacks, end_process=end_process)
+        summary = train(config, callbacks=callbacks, end_process=end_process)
+    from jaxrl_llm.trainer.output import print_summary
+
+    print_summary(summary, config)
+    return summary
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.counting import CompileCounter
 from jaxrl_llm.program.program import PROGRAM
 from jaxrl_llm.program.segment import Segment
-from jaxrl_llm.supervision.listener import Listener
+from jaxrl_llm.supervision.listener import Listener, Wish
 from jaxrl_llm.trainer.batches import Batches
 from jaxrl_llm.trainer.output import RunTotals
 
@@ -81,10 +81,14 @@ class Clock(Listener):
 
 @dataclass(kw_only=True)
 class Progress(Listener):
-    """The epoch, and the first and last scores for the summary."""
+    """The epoch, and what the summary says of the metrics.
+
+    `compared` gives the metric by which checkpoints are compared, and its value.
+    """
 
     batches: Batches
     totals: RunTotals
+    compared: Callable[[Mapping[str, float]], tuple[str, float] | None]
 
     def measured(self, step: int, batch: Any, metrics: Mapping[str, float]) -> dict[str, float]:
         self.totals.add_reward(metrics.get("critic/score/mean"))
@@ -97,6 +101,13 @@ class Progress(Listener):
         if step == 0:
             self.totals.first = dict(metrics)
         return {}
+
+    def reported(self, step: int, metrics: Mapping[str, float]) -> Wish:
+        self.totals.metrics |= metrics
+        compared = self.compared(metrics)
+        if compared is not None:
+            self.totals.add_compared(step, *compared)
+        return Wish.NOTHING
 
 
 # ------------------------------------------------------------------------- use of the devices

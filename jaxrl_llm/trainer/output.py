@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.checkpoint.identity import package_versions
+from jaxrl_llm.checkpoint.layout import STEP_PREFIX
 from jaxrl_llm.config import (
     Config,
     ExactAnswer,
@@ -457,7 +458,11 @@ class RunTotals:
     """Numbers of the summary. A checkpoint holds them, so a resumed run reports all steps."""
 
     first: dict[str, float] = field(default_factory=dict)  # validation before the first step
-    last: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)  # the newest validation
+    metrics: dict[str, float] = field(default_factory=dict)  # newest value of every metric
+    best_step: int | None = None  # first step with the best value of `best_metric`
+    best_metric: str = ""  # as checkpoint.best_metric: with a minus, smaller is better
+    best_value: float = 0.0
     first_reward: float | None = None
     last_reward: float | None = None
     tokens: int = 0
@@ -470,6 +475,12 @@ class RunTotals:
         self.tokens += tokens
         for name, value in stages.items():
             self.stage_seconds[name] = self.stage_seconds.get(name, 0.0) + value
+
+    def add_compared(self, step: int, metric: str, value: float) -> None:
+        """Note a value of the metric by which checkpoints are compared, if it is the best."""
+        sign = -1 if metric.startswith("-") else 1
+        if self.best_step is None or sign * value > sign * self.best_value:
+            self.best_step, self.best_metric, self.best_value = step, metric, value
 
     def add_reward(self, reward: float | None) -> None:
         """Note the mean reward of a step, where it has one."""
@@ -491,6 +502,11 @@ class Summary:
     called_off: bool = False  # a callback ended it before its last step
     reason: str = ""  # reason that the callback gave
     checkpoint: Path
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The newest value of every metric of the run, by its name in docs/metrics.md."""
+        return self.totals.metrics
 
     @property
     def state(self) -> str:
@@ -531,6 +547,13 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
             continue  # metrics.jsonl has them
         first = f"{totals.first[name]:.3f} -> " if name in totals.first else ""
         lines.append(f"  {name}  {first}{last:.3f}")
+    if totals.best_step is not None:
+        kept = summary.checkpoint.with_name(f"{STEP_PREFIX}_{totals.best_step}")
+        lines.append(
+            f"  best step       {totals.best_step}: {totals.best_metric.removeprefix('-')} "
+            f"{totals.best_value:.3f}"
+            + (f", in {kept}" if kept != summary.checkpoint and kept.exists() else "")
+        )
     if totals.seconds:
         lines.append(f"  tokens/s        {totals.tokens / totals.seconds:,.0f}")
         overlap = sum(totals.stage_seconds.values()) > 1.01 * totals.seconds

@@ -276,7 +276,7 @@ class Run:
                 message=message,
             ),
             MaskedSteps(most=min(MOST_STEPS, config.total_steps)),
-            Progress(batches=batches, totals=self.totals),
+            Progress(batches=batches, totals=self.totals, compared=self.checkpoints.compared),
             self.lock,
             self.callbacks,
             self.bell,

@@ -50,6 +50,25 @@ def test_a_run_without_validation_data_runs_without_validation(of_one_step):
     assert not [name for name in metrics[1] if name.startswith("val-core")]
 
 
+def test_the_summary_has_the_newest_value_of_every_metric(of_one_step):
+    run, summary = of_one_step
+    last = run.metrics()[1]  # without times
+    del last["training/global_step"]
+    assert "critic/score/mean" in last and "timing_s/step" in summary.metrics
+    assert last == {name: summary.metrics[name] for name in last}
+    assert summary.totals.best_step is None  # nothing was compared
+    again = train(load_config(str(run.run_dir)))  # finished: all is read from its checkpoint
+    assert again.metrics == summary.metrics and again.totals == summary.totals
+
+
+def test_the_best_step_is_the_first_with_the_best_value(ppo_run: TinyRun):
+    """Its config compares `actor/entropy`, which step 0 lacks."""
+    totals = train(load_config(str(ppo_run.run_dir))).totals
+    values = {step: row["actor/entropy"] for step, row in ppo_run.metrics().items() if step}
+    assert totals.best_step == max(values, key=lambda step: values[step])
+    assert (totals.best_metric, totals.best_value) == ("actor/entropy", max(values.values()))
+
+
 def test_a_warm_up_that_nothing_measures_cannot_stop_early(tmp_path):
     with pytest.raises(ConfigError, match="warmup.stop_at=0.5.*config.data.val_files"):
         config_of(tmp_path, warmup__stop_at="0.5")

@@ -24,7 +24,8 @@ Devices = tuple[Device, ...]
 def devices_of_roles(config: Config) -> dict[str, Devices]:
     """The devices of the actor, and of each role that does not share them.
 
-    Raises: ConfigError for an unknown role, group or node, devices that cannot be read, an overlap.
+    Two roles may share some of their devices. Raises: ConfigError for an unknown role, group or
+    node, and for devices that cannot be read.
     """
     known, size = _roles(config), config.mesh.num_devices
     texts = {} if config.placement == AUTO else _texts(config, known)  # auto: not chosen yet
@@ -139,7 +140,7 @@ def _devices(config: Config, role: str, text: str) -> Devices:
 
 
 def _check_together(config: Config, texts: dict[str, str], roles: dict[str, Devices]) -> None:
-    """All roles name nodes or none does; no group is idle; roles share all devices or none."""
+    """All roles name nodes or none does; no group is idle; none meets generation ahead."""
     plain = [role for role, devices in roles.items() if isinstance(devices[0], int)]
     if 0 < len(plain) < len(roles):
         role = plain[0]
@@ -153,12 +154,12 @@ def _check_together(config: Config, texts: dict[str, str], roles: dict[str, Devi
         if name not in texts.values() and not by_number:
             works = f"place one there, for example --config.placement.critic={name}"
             raise ConfigError(f"config.node_groups.{name}: no role uses it; {works}")
-    # The actor is the first: it is the other one, whose devices may be taken by its name.
-    for role, devices in reversed(roles.items()):
-        for other, theirs in roles.items():
-            both = sorted(set(devices) & set(theirs))
-            if both and set(devices) != set(theirs):
-                first = both[0] if isinstance(both[0], int) else f"{both[0][1]} of node{both[0][0]}"
-                why = f"{role} and {other} share device {first} and not all others"
-                works = f"--config.placement.{role}={other} shares all"
-                raise ConfigError(f"config.placement: {why}; {works}")
+    # Two threads would begin programs on the shared devices, each in its own order.
+    ahead = config.max_staleness and roles.get(ROLLOUT, ())
+    for role, devices in roles.items() if ahead else ():
+        both = sorted(set(devices) & set(roles[ROLLOUT]))
+        if both and set(devices) != set(roles[ROLLOUT]):
+            raise ConfigError(
+                f"config.placement: {role} has some devices of {ROLLOUT}, which generates ahead "
+                f"(config.max_staleness={config.max_staleness}); give {ROLLOUT} devices of its own"
+            )

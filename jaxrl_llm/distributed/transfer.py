@@ -68,14 +68,14 @@ def moved(x: jax.Array, target: NamedSharding) -> jax.Array:
     Requires: every process calls it, in the same order of calls, and nothing else is in flight on
         the devices of both where processes differ.
     """
-    devices = x.sharding.device_set | target.device_set
-    if devices == target.device_set or len(processes_of(devices)) == 1:
+    same = x.sharding.device_set == target.device_set
+    if same or len(processes_of(x.sharding.device_set | target.device_set)) == 1:
         return jax.device_put(x, target)
     return in_pieces(x, target)
 
 
 def in_pieces(x: jax.Array, target: NamedSharding) -> jax.Array:
-    """`moved` between processes. Requires: the devices of both are disjoint."""
+    """`moved` between processes. The groups may share devices."""
     source: Any = x.sharding
     place: Any = target.mesh
     senders, receivers = (tuple(mesh.devices.flat) for mesh in (source.mesh, place))
@@ -122,7 +122,9 @@ def _sent(pieces: jax.Array, target: Mesh, count: int) -> jax.Array:
     of one round are as far apart as these are many, so no device has two of them.
     """
     senders: Any = pieces.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-    union = Mesh(np.array([*senders.devices.flat, *target.devices.flat]), (AXIS,))
+    everyone = [*dict.fromkeys([*senders.devices.flat, *target.devices.flat])]
+    union, place_of = Mesh(np.array(everyone), (AXIS,)), {d: i for i, d in enumerate(everyone)}
+    receivers = [place_of[device] for device in target.devices.flat]
     given, taken = count // senders.size, count // target.size
     rounds, size = max(given, taken), pieces.shape[1]
     own = {shard.device: shard.data for shard in pieces.addressable_shards}
@@ -131,12 +133,12 @@ def _sent(pieces: jax.Array, target: Mesh, count: int) -> jax.Array:
     for turn in range(rounds if own or zeros else 0):
         chosen = range(turn, count, rounds)
         sends = {senders.devices.flat[piece // given]: piece % given for piece in chosen}
-        parts = {d: x[(at := sends.get(d, 0)) : at + 1] for d, x in own.items()} | zeros
+        parts = zeros | {d: x[(at := sends.get(d, 0)) : at + 1] for d, x in own.items()}
         shape, sharding = (union.size, size), _by_device(union)
         whole = jax.make_array_from_single_device_arrays(
             shape, sharding, [parts[d] for d in _own(union)]
         )
-        pairs = tuple((piece // given, senders.size + piece // taken) for piece in chosen)
+        pairs = tuple((piece // given, receivers[piece // taken]) for piece in chosen)
         got = {s.device: s.data for s in _permutation(union, pairs)(whole).addressable_shards}
         for piece in chosen:
             device = target.devices.flat[piece // taken]

@@ -16,7 +16,7 @@ class Devices:
     mesh: MeshConfig
     hosts: int
     rates: Rates
-    first: int = 0  # number of the first device: tells groups of equal meshes apart
+    numbers: tuple[int, ...] = ()  # numbers of the devices, where there are several groups
     host_devices: int = (
         0  # devices of a whole host, where the mesh is one group of several; 0 counts
     )
@@ -24,6 +24,10 @@ class Devices:
     @property
     def count(self) -> int:
         return self.mesh.num_devices
+
+    def meets(self, other: "Devices") -> bool:
+        """True if the groups share a device."""
+        return self == other or not set(self.numbers).isdisjoint(other.numbers)
 
     @property
     def per_host(self) -> int:

@@ -37,7 +37,8 @@ class Estimate:
     @property
     def count(self) -> int:
         """Devices of all groups."""
-        return sum(group.count for group in self._groups)
+        numbers = {number for group in self._groups for number in group.numbers}
+        return len(numbers) or self.devices.count
 
     @property
     def hosts(self) -> int:
@@ -59,11 +60,11 @@ class Estimate:
         return max(self._peak_of(group) for group in self._groups)
 
     def _peak_of(self, group: Devices) -> float:
-        held = sum(size for role, size in self.kept.items() if self.devices_of(role) == group)
+        held = sum(size for role, size in self.kept.items() if self.devices_of(role).meets(group))
         used = [
             self.temporaries[job.stage]
             for job in self.work.jobs
-            if self.devices_of(owner(job, self.apart)) == group
+            if self.devices_of(owner(job, self.apart)).meets(group)
         ]
         return held + max(used, default=0.0)
 
@@ -82,7 +83,7 @@ class Estimate:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step. Stages of different groups run at the same time where they can.
+        """Seconds of a step. Stages of groups without a common device may run at the same time.
 
         Passes wait for the samples and updates for all passes. Samples of an older policy are
         generated while the step learns.
@@ -99,7 +100,8 @@ class Estimate:
             ready = {"generate": self.moving, "pass": ended["generate"]}.get(
                 job.does, max(ended["generate"], ended["pass"])
             )
-            end = max(free.get(group, 0.0), ready) + time.seconds
+            begin = max([ready, *(at for other, at in free.items() if other.meets(group))])
+            end = begin + time.seconds
             free[group] = end
             ended[job.does] = max(ended[job.does], end)
         learning = max(ended.values())
@@ -126,10 +128,12 @@ def estimate(work: Work, devices: Devices, apart: Mapping[str, Devices] | None =
     full = work
     if any(job.does == "generate" for job in work.jobs):
         own = apart.get(ROLLOUT, devices)
-        there = sum(size for role, size in held.items() if apart.get(role, devices) == own)
+        there = sum(size for role, size in held.items() if apart.get(role, devices).meets(own))
         if ROLLOUT in apart and work.config.max_staleness:  # passes of others run meanwhile
             others = (job for job in work.jobs if job.does != "generate")
-            used = [temporary(j, work, own) for j in others if apart.get(j.role, devices) == own]
+            used = [
+                temporary(j, work, own) for j in others if apart.get(j.role, devices).meets(own)
+            ]
             there += max(used, default=0.0)
         full = with_room(work, own, there, in_place=ROLLOUT in apart)
     return Estimate(
@@ -181,7 +185,7 @@ def placed(work: Work, config: Config, devices: Devices) -> Estimate:
             devices,
             mesh=mesh_of_role(config, role),
             hosts=len({number // devices.per_host for number in own}),
-            first=own[0],
+            numbers=tuple(own),
             host_devices=devices.per_host,
         )
 

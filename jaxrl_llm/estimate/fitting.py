@@ -36,7 +36,7 @@ def with_memory(config: Config) -> Config:
     if stored is None or rollout.memory_gb or validation.memory_gb:
         planned = planned_here(config)
         actor = planned.devices
-        held = sum(n for role, n in planned.kept.items() if planned.devices_of(role) == actor)
+        held = sum(n for role, n in planned.kept.items() if planned.devices_of(role).meets(actor))
         own = planned.generating.config.rollout.memory_gb
         stored = own, validation_gb(planned.work, actor, held)
     own, held_out = stored

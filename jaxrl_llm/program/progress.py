@@ -36,7 +36,7 @@ class Progress(Generic[B]):
         self._in_flight: dict[Mesh, tuple[Segment, Callable[[], Results]]] = {}
 
     def add(self, mesh: Mesh, segment: Segment, end: Callable[[], Results]) -> None:
-        """`end` waits for what is in flight. Requires: nothing else is on `mesh`."""
+        """`end` waits for what is in flight. Requires: nothing else is on devices of `mesh`."""
         self._in_flight[mesh] = segment, end
 
     def wait_for(self, names: Iterable[str]) -> None:
@@ -48,9 +48,9 @@ class Progress(Generic[B]):
                 self.wait(mesh)
 
     def wait(self, *meshes: Mesh) -> None:
-        """Wait for what is in flight on these meshes, or on all, and take over what it gave."""
-        for mesh in meshes or tuple(self._in_flight):
-            if mesh not in self._in_flight:
+        """Wait for what is in flight on devices of these meshes, or on all, and take it over."""
+        for mesh in tuple(self._in_flight):
+            if meshes and not any(_meet(mesh, other) for other in meshes):
                 continue
             segment, end = self._in_flight.pop(mesh)
             new_states, writes, by_stage = end()
@@ -59,8 +59,8 @@ class Progress(Generic[B]):
             self.metrics = joined(self.metrics, _begun(segment, by_stage, self.step))
 
     def is_busy(self, mesh: Mesh) -> bool:
-        """True if a segment is in flight on `mesh`. It does not depend on the clock."""
-        return mesh in self._in_flight
+        """True if a segment is in flight on a device of `mesh`. It does not depend on the clock."""
+        return any(_meet(mesh, other) for other in self._in_flight)
 
     def end(self, segment: Segment, results: Results, mesh: Mesh) -> Results:
         """Wait until the results are there, and stop the clock."""
@@ -71,6 +71,11 @@ class Progress(Generic[B]):
             jax.block_until_ready(writes or by_stage)
         self.timer.stop(segment.name)
         return results
+
+
+def _meet(one: Mesh, other: Mesh) -> bool:
+    """True if the meshes share a device."""
+    return one == other or not set(one.devices.flat).isdisjoint(other.devices.flat)
 
 
 def _begun(segment: Segment, by_stage: dict[str, Any], step: int) -> dict[str, Any]:

@@ -82,16 +82,6 @@ BY_ITSELF: dict[str, tuple[dict[str, Any], dict[str, NodeGroup], str]] = {
     "empty": ({"actor": "node0:0-1", "critic": "node1:1-0"}, {}, "1-0 names no device"),
     "twice": ({"actor": "node0:0-1", "critic": "node1:0;node1:0"}, {}, "names a device twice"),
     "actor without nodes": ({"critic": "node1:0"}, {}, "--config.placement.actor=node0:0-7"),
-    "overlap": (
-        {"actor": "node0:0-1", "critic": "node0:1"},
-        {},
-        "critic and actor share device 1 of node0 .*--config.placement.critic=actor",
-    ),
-    "overlap of groups": (
-        {"actor": "node0:0-1", "critic": "train", "rollout": "inference"},
-        GROUPS,
-        "share device 0 of node0",
-    ),
     "sizes of the actor": (
         {"rollout": "inference"},
         GROUPS,

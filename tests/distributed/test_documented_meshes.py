@@ -12,7 +12,7 @@ from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"parallelism.md": 9, "placement.md": 5}  # rows of each
+PAGES = {"parallelism.md": 9, "placement.md": 7}  # rows of each
 # Rows with one of these; the others are slow.
 FAST = ("sequence=4", "fsdp=8 --config.mesh.generation", "placement.rollout=6", "critic.tensor")
 

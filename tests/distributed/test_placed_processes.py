@@ -86,6 +86,16 @@ def test_a_critic_in_another_process_gives_the_metrics_of_one(tmp_path, expected
         assert timings["update_actor"] > 0 and timings["update_critic"] > 0
 
 
+def test_a_critic_over_all_processes_takes_turns_with_an_actor_on_one(tmp_path, expected):
+    found = placed(tmp_path, 2, {"actor": "node0:0", "critic": "node0:0;node1:0"})
+    check_metrics(found, expected)
+    assert [each["held"] for each in found] == [
+        ["actor", "critic", "kl_controller", "reference"],
+        ["critic"],
+    ]
+    assert stages(found[1]) == {"values", "update_critic", "reward"}
+
+
 @pytest.mark.slow
 def test_generation_in_another_process_gives_the_metrics_of_one(tmp_path, expected):
     found = placed(tmp_path, 2, {"rollout": "1"})

@@ -103,6 +103,23 @@ def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
     assert any(each.overlap("ref+values", "reward") for each in spans[1:])
 
 
+def test_roles_that_share_some_devices_take_turns_there():
+    """The reward model on the actor's first device, the critic on all, the reference across."""
+    _, expected, _, _ = one_group()
+    placement = {"reward": "0", "critic": "0-7", "reference": "2-5"}
+    _, found, spans, devices = steps(config_with(placement), 2)
+    across = {"critic": [*range(8)], "reference": [2, 3, 4, 5], "reward": [0]}
+    assert devices == {"actor": [0, 1, 2, 3], **across}
+    for one, other in zip(found, expected, strict=False):
+        assert one.pop("perf/moved_between_groups_gb") > 0
+        assert one.keys() == other.keys()
+        for name in other.keys() - {"frac_reward_zero_std"}:
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    for each in spans[1:]:  # in a step that compiles nothing
+        assert not each.overlap("update_critic", "update_actor")
+        assert not each.overlap("values", "ref") and not each.overlap("values", "reward")
+
+
 @pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_generation_apart_gives_the_same_samples(tensor):
     """The weights go to the devices of the rollout once a step, and nothing else changes."""
@@ -134,10 +151,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no numbers": ({"critic": "four"}, "expected numbers of devices, for example 4-5"),
     "empty": ({"critic": "5-4"}, "5-4 names no device"),
     "twice": ({"critic": "4,4"}, "names a device twice"),
-    "overlap": (
-        {"critic": "3-4"},
-        "critic and actor share device 3 .*--config.placement.critic=actor",
-    ),
     "sizes of the actor": ({"actor": "0-2"}, "has 3 devices, and config.mesh has 4"),
     "samples": ({"critic": "4-6"}, "3 devices, which do not divide"),
     "without numbers": ({"critic": "reference"}, "config.placement.reference gives no device"),
@@ -149,6 +162,12 @@ def test_a_placement_that_cannot_work_is_refused(name):
     placement, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         config_with(placement)
+
+
+def test_generation_ahead_shares_no_part_of_a_group():
+    config = replace(config_with({}), placement={"rollout": "2-5"}, max_staleness=1)
+    with pytest.raises(ConfigError, match="actor has some devices of rollout, which generates"):
+        check(config)
 
 
 def test_devices_of_roles():

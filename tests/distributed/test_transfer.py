@@ -39,6 +39,17 @@ def test_an_array_arrives_whole(senders, receivers):
         assert found.sharding == sharding and found.dtype == array.dtype
 
 
+@pytest.mark.parametrize("receiver", [range(4), range(2, 6), range(8), [0], [5, 3, 1, 0]])
+def test_groups_may_share_devices(receiver):
+    source = group(0, 4)
+    target = make_mesh(fsdp=len(receiver), devices=[jax.devices()[i] for i in receiver])
+    for name, array in ARRAYS.items():
+        spec = PartitionSpec("fsdp") if array.ndim else PartitionSpec()
+        x = make_global(array, NamedSharding(source, spec))
+        found = in_pieces(x, NamedSharding(target, PartitionSpec()))
+        np.testing.assert_array_equal(fetch(found), array, err_msg=name)
+
+
 def test_an_array_arrives_in_the_layout_that_is_asked_for():
     source, target = group(0, 4, fsdp=2, tensor=2), group(4, 4, data=2, tensor=2)
     array = ARRAYS["floats"][:, :4]

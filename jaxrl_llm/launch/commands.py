@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint
 from jaxrl_llm.config import ConfigError, load_config
+from jaxrl_llm.config.rules.paths import SERVER
 from jaxrl_llm.data_files import resolve_files
 from jaxrl_llm.evaluation.answer_settings import AnswerSettings, StreamSettings, read_settings
 from jaxrl_llm.launch import flags as flags_of
@@ -111,8 +112,9 @@ def serve(argv: list[str]) -> int:
     values = {name: getattr(flags, name) for name in names}
     key = flags.api_key or os.environ.get("JAXRL_API_KEY", "")
     settings = read_settings(ServerSettings, values | {"api_key": key}, "--")
-    if find_spec("uvicorn") is None or find_spec("starlette") is None:
-        raise ConfigError("a server needs starlette and uvicorn: pip install 'jaxrl_llm[serve]'")
+    if not all(map(find_spec, SERVER)):
+        needs = f"a server needs {' and '.join(SERVER)}"
+        raise ConfigError(f"{needs}: pip install {' '.join(SERVER)}")
     from jaxrl_llm.server.listening import open_socket
 
     open_socket(settings).close()  # before the model is opened

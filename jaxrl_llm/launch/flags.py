@@ -126,8 +126,8 @@ _add_sampling(CHAT, temperature=0.7, max_new_tokens=512)
 SERVE = Parser(
     """Serve a model with OpenAI's API: jaxrl serve --model=PATH [--port=8000]
 
-    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. Needs the
-    packages of the extra: pip install 'jaxrl_llm[serve]'. docs/serve.md lists the parameters."""
+    Routes: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics. It needs
+    pip install starlette uvicorn prometheus_client. docs/serve.md lists the parameters."""
 )
 _add_model(SERVE)
 SERVE.flag("--port=8000", "0 takes a free one")

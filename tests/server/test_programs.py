@@ -344,7 +344,7 @@ def agent(row, base_url, api_key):
 
 def test_without_the_extra_a_run_ends_at_its_start(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(rl.ConfigError, match=r"program needs .*pip install 'jaxrl_llm\[serve\]'"):
+    with pytest.raises(rl.ConfigError, match=r"program needs .*pip install starlette uvicorn"):
         rl.load_config("grpo", {"rollout.program": "python agent.py"})
 
 

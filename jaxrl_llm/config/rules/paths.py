@@ -102,7 +102,7 @@ def server(c: Config) -> Faults:
     """A program asks a server, whose packages are an extra."""
     if c.rollout.program is not None and not all(map(importlib.util.find_spec, SERVER)):
         needs = f"a program needs {' and '.join(SERVER)}"
-        yield f"<rollout.program>: {needs}: pip install 'jaxrl_llm[serve]'"
+        yield f"<rollout.program>: {needs}: pip install {' '.join(SERVER)}"
 
 
 def trackers(c: Config) -> Faults:

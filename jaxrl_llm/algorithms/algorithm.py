@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from jaxrl_llm.algorithms.aggregation import aggregation
 from jaxrl_llm.algorithms.fields import check_fields, field_names, with_renamed_fields
@@ -26,6 +27,7 @@ from jaxrl_llm.algorithms.kl import (
     unbiased,
 )
 from jaxrl_llm.algorithms.rejection import reject
+from jaxrl_llm.arguments import is_zero
 from jaxrl_llm.config import Composed
 from jaxrl_llm.config.thresholds import parse_rules, parse_threshold
 
@@ -34,9 +36,20 @@ TWO_POLICIES = {"old_logprobs": "rollout_logprobs"}
 IMPORTANCE_THRESHOLD = 2.0  # where the settings have none
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        *("advantage", "policy_loss", "aggregate", "value_loss", "kl_reward", "kl_controller"),
+        *("kl_loss", "kl_loss_coef", "entropy_coef", "importance", "rejection"),
+    ],
+    meta_fields=["own_fields", "by_sample"],
+)
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The functions of one iteration. Their positional parameters are batch fields.
+
+    Its coefficients are arguments of the programs, and so are the keywords of a function that is a
+    `jax.tree_util.Partial`. Keywords of `functools.partial` are constants.
 
     The plan reads them (`fields.field_names`). A function that reads `values` needs the critic,
     one that reads `reference_logprobs` the reference model, and one that reads `greedy_scores` a
@@ -76,7 +89,7 @@ class Algorithm:
         for role, fn in update.items():
             if fn is not None:
                 check_fields(role, fn, update=True, own=self.own_fields)
-        if (self.kl_loss is None) != (self.kl_loss_coef == 0.0):
+        if (self.kl_loss is None) != is_zero(self.kl_loss_coef):
             raise ValueError(
                 f"kl_loss_coef is {self.kl_loss_coef} and kl_loss {self.kl_loss}: give both, or "
                 "leave both out; a coefficient of 0 would run the reference model for nothing"
@@ -178,13 +191,13 @@ def _importance(
         return None
     lower, upper = parse_threshold(threshold)
     weights = {"token": token_weights, "sequence": sequence_weights}[level]
-    return partial(weights, upper=upper, lower=lower, normalize=normalize)
+    return Partial(weights, upper=upper, lower=lower, normalize=normalize)
 
 
 def _rejection(names: str | None, thresholds: float | str | None) -> Callable[..., Any] | None:
     if names is None and thresholds is None:
         return None
-    return partial(reject, rules=parse_rules(names, thresholds))
+    return Partial(reject, rules=parse_rules(names, thresholds))
 
 
 def _correction(
@@ -216,7 +229,7 @@ def _kl_in_reward(s: Composed) -> dict[str, Any]:
     estimator = kl_penalty(s.kl_reward_type)
     if not s.use_kl_in_reward or s.kl_coef == 0.0:
         return {}
-    return {"kl_reward": partial(kl_in_reward, estimator=estimator), "kl_controller": made}
+    return {"kl_reward": Partial(kl_in_reward, estimator=estimator), "kl_controller": made}
 
 
 def _kl_in_loss(on: bool, kind: str, coef: float, is_unbiased: bool) -> dict[str, Any]:

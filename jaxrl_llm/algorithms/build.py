@@ -6,8 +6,9 @@ PPO, REINFORCE++ and ReMax) need two or more, `rollout.n`.
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
+
+from jax.tree_util import Partial
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms import (
@@ -83,8 +84,8 @@ def _custom(settings: c.Custom) -> Algorithm | OfflineAlgorithm:
 
 
 def ppo(s: c.PPO) -> Algorithm:
-    advantage = partial(advantages.gae, gamma=s.gamma, lam=s.lam)
-    return compose(s, advantage, _clip(s), partial(clipped_value_loss, cliprange=s.cliprange_value))
+    advantage = Partial(advantages.gae, gamma=s.gamma, lam=s.lam)
+    return compose(s, advantage, _clip(s), Partial(clipped_value_loss, cliprange=s.cliprange_value))
 
 
 def grpo(s: c.GRPO) -> Algorithm:
@@ -92,16 +93,16 @@ def grpo(s: c.GRPO) -> Algorithm:
 
 
 def dr_grpo(s: c.DrGRPO) -> Algorithm:
-    return compose(s, partial(group_advantages.grpo, norm_adv_by_std=False), _clip(s))
+    return compose(s, Partial(group_advantages.grpo, norm_adv_by_std=False), _clip(s))
 
 
 def grpo_passk(s: c.GRPOPassK) -> Algorithm:
-    advantage = partial(group_advantages.grpo_passk, norm_adv_by_std=s.norm_adv_by_std)
+    advantage = Partial(group_advantages.grpo_passk, norm_adv_by_std=s.norm_adv_by_std)
     return compose(s, advantage, _clip(s))
 
 
 def gdpo(s: c.GDPO) -> Algorithm:
-    advantage = partial(
+    advantage = Partial(
         group_advantages.gdpo, reward_weights=s.reward_weights, norm_adv_by_std=s.norm_adv_by_std
     )
     return compose(s, advantage, _clip(s))
@@ -112,7 +113,7 @@ def rloo(s: c.RLOO) -> Algorithm:
 
 
 def reinforce_plus_plus(s: c.ReinforcePlusPlus) -> Algorithm:
-    return compose(s, partial(advantages.reinforce_plus_plus, gamma=s.gamma), _clip(s))
+    return compose(s, Partial(advantages.reinforce_plus_plus, gamma=s.gamma), _clip(s))
 
 
 def reinforce_plus_plus_baseline(s: c.ReinforcePlusPlusBaseline) -> Algorithm:
@@ -131,27 +132,27 @@ def optimal_token_baseline(s: c.OptimalTokenBaseline) -> Algorithm:
     advantage = group_advantages.optimal_token_baseline
     if s.rollout_is is not None:
         advantage = group_advantages.corrected_optimal_token_baseline
-    return compose(s, partial(advantage, handle_zero_tail=s.handle_zero_tail), _clip(s))
+    return compose(s, Partial(advantage, handle_zero_tail=s.handle_zero_tail), _clip(s))
 
 
 def turn_ppo(s: c.TurnPPO) -> Algorithm:
-    advantage = partial(turn_advantages.turn_gae, gamma=s.gamma, lam=s.lam)
-    return compose(s, advantage, _clip(s), partial(clipped_value_loss, cliprange=s.cliprange_value))
+    advantage = Partial(turn_advantages.turn_gae, gamma=s.gamma, lam=s.lam)
+    return compose(s, advantage, _clip(s), Partial(clipped_value_loss, cliprange=s.cliprange_value))
 
 
 def turn_baseline(s: c.TurnBaseline) -> Algorithm:
-    return compose(s, partial(turn_advantages.turn_baseline, gamma=s.gamma), _clip(s))
+    return compose(s, Partial(turn_advantages.turn_baseline, gamma=s.gamma), _clip(s))
 
 
 def discounted_turns(s: c.DiscountedTurns) -> Algorithm:
-    advantage = partial(
+    advantage = Partial(
         turn_advantages.discounted_turns, gamma=s.gamma, norm_adv_by_std=s.norm_adv_by_std
     )
     return compose(s, advantage, _clip(s))
 
 
 def gigpo(s: c.GiGPO) -> Algorithm:
-    advantage = partial(
+    advantage = Partial(
         turn_advantages.gigpo,
         gamma=s.gamma,
         step_weight=s.step_weight,
@@ -161,27 +162,27 @@ def gigpo(s: c.GiGPO) -> Algorithm:
 
 
 def gspo(s: c.GSPO) -> Algorithm:
-    loss = partial(sequence_losses.gspo, clip_low=s.clip_low, clip_high=s.clip_high)
+    loss = Partial(sequence_losses.gspo, clip_low=s.clip_low, clip_high=s.clip_high)
     return compose(s, _group_advantage(s), loss)
 
 
 def cispo(s: c.CISPO) -> Algorithm:
-    loss = partial(policy_losses.cispo, clip_low=s.clip_low, clip_high=s.clip_high)
+    loss = Partial(policy_losses.cispo, clip_low=s.clip_low, clip_high=s.clip_high)
     return compose(s, _group_advantage(s), loss)
 
 
 def sapo(s: c.SAPO) -> Algorithm:
-    loss = partial(policy_losses.sapo, tau_pos=s.tau_pos, tau_neg=s.tau_neg)
+    loss = Partial(policy_losses.sapo, tau_pos=s.tau_pos, tau_neg=s.tau_neg)
     return compose(s, _group_advantage(s), loss)
 
 
 def gmpo(s: c.GMPO) -> Algorithm:
-    loss = partial(sequence_losses.geo_mean, clip_low=s.clip_low, clip_high=s.clip_high)
+    loss = Partial(sequence_losses.geo_mean, clip_low=s.clip_low, clip_high=s.clip_high)
     return compose(s, _group_advantage(s), loss)
 
 
 def clip_cov(s: c.ClipCov) -> Algorithm:
-    loss = partial(
+    loss = Partial(
         covariance_losses.clip_cov,
         clip_low=s.clip_low,
         clip_high=s.clip_high,
@@ -193,7 +194,7 @@ def clip_cov(s: c.ClipCov) -> Algorithm:
 
 
 def kl_cov(s: c.KLCov) -> Algorithm:
-    loss = partial(covariance_losses.kl_cov, kl_cov_ratio=s.kl_cov_ratio, ppo_kl_coef=s.ppo_kl_coef)
+    loss = Partial(covariance_losses.kl_cov, kl_cov_ratio=s.kl_cov_ratio, ppo_kl_coef=s.ppo_kl_coef)
     return compose(s, _group_advantage(s), loss)
 
 
@@ -206,11 +207,11 @@ def dppo_kl(s: c.DPPOKL) -> Algorithm:
 
 
 def dro(s: c.DRO) -> Algorithm:
-    return compose(s, _group_advantage(s), partial(policy_losses.dro, beta=s.beta))
+    return compose(s, _group_advantage(s), Partial(policy_losses.dro, beta=s.beta))
 
 
 def gpg(s: c.GPG) -> Algorithm:
-    advantage = partial(group_advantages.gpg, f_norm=s.f_norm)
+    advantage = Partial(group_advantages.gpg, f_norm=s.f_norm)
     return compose(s, advantage, policy_losses.policy_gradient)
 
 
@@ -234,7 +235,7 @@ def rejection_sampling(s: c.RejectionSampling) -> Algorithm:
         kl_loss_type=s.kl_loss_type,
         kl_loss_coef=s.kl_loss_coef,
     )
-    advantage = partial(imitation.best_of_n, threshold=s.threshold)
+    advantage = Partial(imitation.best_of_n, threshold=s.threshold)
     return replace(compose(shared, advantage, imitation.nll), rejection=imitation.keep_chosen)
 
 
@@ -242,7 +243,7 @@ def distillation(s: c.Distillation) -> Algorithm:
     if s.kl_type in ("k1", "kl"):
         loss = imitation.with_distance(_clip(s))
         return compose(_of_completions(s), imitation.teacher_advantage, loss)
-    loss = partial(imitation.reverse_kl, estimator=kl_penalty(s.kl_type))
+    loss = Partial(imitation.reverse_kl, estimator=kl_penalty(s.kl_type))
     return compose(_of_completions(s), imitation.no_advantage, loss)
 
 
@@ -255,17 +256,17 @@ def _of_completions(s: c.FromTeacher) -> c.Composed:
 
 
 def _clip(s: c.Clipped | c.Distillation) -> Callable[..., Any]:
-    return partial(
+    return Partial(
         policy_losses.ppo_clip, clip_low=s.clip_low, clip_high=s.clip_high, clip_c=s.clip_c
     )
 
 
 def _group_advantage(s: c.GRPO | c.GroupAdvantage) -> Callable[..., Any]:
-    return partial(group_advantages.grpo, norm_adv_by_std=s.norm_adv_by_std, std_of=s.std_of)
+    return Partial(group_advantages.grpo, norm_adv_by_std=s.norm_adv_by_std, std_of=s.std_of)
 
 
 def _trust_region(s: c.DPPOTV, loss: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(
+    return Partial(
         loss,
         divergence_low=s.divergence_low,
         divergence_high=s.divergence_high,
@@ -314,7 +315,7 @@ def sft(s: c.SFT) -> OfflineAlgorithm:
 
 
 def reward_model(s: c.PairwiseRewardModel) -> OfflineAlgorithm:
-    return OfflineAlgorithm(loss=partial(preference_losses.bradley_terry, center=s.center))
+    return OfflineAlgorithm(loss=Partial(preference_losses.bradley_terry, center=s.center))
 
 
 def reward_regression(s: c.RewardRegression) -> OfflineAlgorithm:
@@ -326,18 +327,18 @@ def dpo(s: c.DPO) -> OfflineAlgorithm:
     normalised = s.form in ("ipo", "sigmoid_norm")
     loss = preference_losses.dpo_normalised if normalised else preference_losses.dpo
     return OfflineAlgorithm(
-        loss=partial(loss, beta=s.beta, form=s.form, label_smoothing=s.label_smoothing),
+        loss=Partial(loss, beta=s.beta, form=s.form, label_smoothing=s.label_smoothing),
         token_loss=preference_losses.chosen_nll if s.sft_coef else None,
         token_loss_coef=s.sft_coef,
     )
 
 
 def ipo(s: c.IPO) -> OfflineAlgorithm:
-    return OfflineAlgorithm(loss=partial(preference_losses.dpo_normalised, beta=s.beta, form="ipo"))
+    return OfflineAlgorithm(loss=Partial(preference_losses.dpo_normalised, beta=s.beta, form="ipo"))
 
 
 def kto(s: c.KTO) -> OfflineAlgorithm:
-    loss = partial(
+    loss = Partial(
         preference_losses.kto,
         beta=s.beta,
         desirable_weight=s.desirable_weight,
@@ -346,19 +347,19 @@ def kto(s: c.KTO) -> OfflineAlgorithm:
     return OfflineAlgorithm(
         loss=loss,
         baseline=preference_losses.mismatched_kl,
-        judge_pairs=partial(preference_losses.judged_pairs, beta=s.beta),
+        judge_pairs=Partial(preference_losses.judged_pairs, beta=s.beta),
     )
 
 
 def orpo(s: c.ORPO) -> OfflineAlgorithm:
     return OfflineAlgorithm(
-        loss=partial(preference_losses.orpo, beta=s.beta),
+        loss=Partial(preference_losses.orpo, beta=s.beta),
         token_loss=preference_losses.chosen_row_nll,
     )
 
 
 def simpo(s: c.SimPO) -> OfflineAlgorithm:
-    loss = partial(
+    loss = Partial(
         preference_losses.cpo_normalised,
         beta=s.beta,
         gamma=s.gamma,
@@ -376,7 +377,7 @@ def cpo(s: c.CPO) -> OfflineAlgorithm:
     _check_smoothing(s.form, s.label_smoothing, ("sigmoid",))
     loss = preference_losses.cpo_normalised if s.form == "ipo" else preference_losses.cpo
     return OfflineAlgorithm(
-        loss=partial(loss, beta=s.beta, form=s.form, label_smoothing=s.label_smoothing),
+        loss=Partial(loss, beta=s.beta, form=s.form, label_smoothing=s.label_smoothing),
         token_loss=preference_losses.chosen_nll if s.cpo_alpha else None,
         token_loss_coef=s.cpo_alpha,
     )

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
+from jax.tree_util import Partial
 
 from jaxrl_llm.references import nearest
 from jaxrl_llm.types import ROLLOUT_FIELDS
@@ -77,6 +79,7 @@ def check_metric_name(who: str, name: str, taken: Container[str] = ()) -> None:
         )
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["fn"], meta_fields=["reads"])
 @dataclass(frozen=True)
 class FieldFunction:
     """A function made of another one: `fn` takes the fields `reads`, in this order."""
@@ -97,9 +100,9 @@ def with_renamed_fields(fn: Callable[..., Any], names: Mapping[str, str]) -> Cal
         return fn
     renamed = [names.get(name, name) for name in own]
     reads = tuple(dict.fromkeys(renamed))
+    places = [reads.index(name) for name in renamed]
+    return FieldFunction(Partial(_rearranged, fn, places), reads)
 
-    def read_by_other_names(*values: Any, **settings: Any) -> Any:
-        fields = dict(zip(reads, values, strict=True))
-        return fn(*(fields[name] for name in renamed), **settings)
 
-    return FieldFunction(read_by_other_names, reads)
+def _rearranged(fn: Callable[..., Any], places: Sequence[int], *values: Any, **named: Any) -> Any:
+    return fn(*(values[place] for place in places), **named)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms.fields import FieldFunction, field_names
@@ -120,13 +121,13 @@ def with_distance(policy_loss: Callable[..., Any]) -> Callable[..., Any]:
     own = field_names(policy_loss)
     reads = tuple(dict.fromkeys((*own, "logprobs", "teacher_logprobs", "mask")))
 
-    def measured(*values: Any) -> Any:
+    def measured(policy_loss: Callable[..., Any], *values: Any) -> Any:
         fields = dict(zip(reads, values, strict=True))
         loss, metrics = policy_loss(*(fields[name] for name in own))
         distance = _distance(fields["logprobs"], fields["teacher_logprobs"], fields["mask"])
         return loss, metrics | distance
 
-    return FieldFunction(measured, reads)
+    return FieldFunction(Partial(measured, policy_loss), reads)
 
 
 def _distance(logprobs: Array, teacher_logprobs: Array, mask: Array) -> dict[str, Array]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.fields import FieldFunction, field_names
@@ -142,13 +143,14 @@ def importance_weighted(policy_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     The result reads one more field than the loss.
     """
+    reads = (*field_names(policy_loss), "importance_weights")
+    return FieldFunction(Partial(_weighted, policy_loss), reads)
 
-    def weighted(*values: Any, **settings: Any) -> Any:
-        *own, weights = values
-        loss, metrics = policy_loss(*own, **settings)
-        return loss * weights, metrics
 
-    return FieldFunction(weighted, (*field_names(policy_loss), "importance_weights"))
+def _weighted(policy_loss: Callable[..., Any], *values: Any, **settings: Any) -> Any:
+    *own, weights = values
+    loss, metrics = policy_loss(*own, **settings)
+    return loss * weights, metrics
 
 
 def off_policy_masked(policy_loss: Callable[..., Any], *, most: float) -> Callable[..., Any]:
@@ -164,7 +166,7 @@ def off_policy_masked(policy_loss: Callable[..., Any], *, most: float) -> Callab
     own = field_names(policy_loss)
     reads = tuple(dict.fromkeys((*own, "logprobs", "rollout_logprobs", "advantages", "mask")))
 
-    def kept(*values: Any) -> Any:
+    def kept(policy_loss: Callable[..., Any], most: float, *values: Any) -> Any:
         fields = dict(zip(reads, values, strict=True))
         loss, metrics = policy_loss(*(fields[name] for name in own))
         gap = jax.lax.stop_gradient(fields["rollout_logprobs"] - fields["logprobs"])
@@ -173,7 +175,7 @@ def off_policy_masked(policy_loss: Callable[..., Any], *, most: float) -> Callab
         metrics = metrics | {"actor/off_policy_masked": hidden.astype(jnp.float32)}
         return jnp.where(hidden, 0.0, loss), metrics
 
-    return FieldFunction(kept, reads)
+    return FieldFunction(Partial(kept, policy_loss, most), reads)
 
 
 def corrected_in_the_update(
@@ -192,7 +194,12 @@ def corrected_in_the_update(
     own = field_names(policy_loss)
     reads = tuple(dict.fromkeys((*own, "logprobs", "rollout_logprobs", "mask")))
 
-    def corrected(*values: Any) -> Any:
+    def corrected(
+        policy_loss: Callable[..., Any],
+        importance: Callable[..., Any] | None,
+        rejection: Callable[..., Any] | None,
+        *values: Any,
+    ) -> Any:
         fields = dict(zip(reads, values, strict=True))
         policies = [jax.lax.stop_gradient(fields["logprobs"]), fields["rollout_logprobs"]]
         loss, metrics = policy_loss(*(fields[name] for name in own))
@@ -209,4 +216,4 @@ def corrected_in_the_update(
             }
         return loss, metrics
 
-    return FieldFunction(corrected, reads)
+    return FieldFunction(Partial(corrected, policy_loss, importance, rejection), reads)

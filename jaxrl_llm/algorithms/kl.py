@@ -8,6 +8,7 @@ http://joschu.net/blog/kl-approx.html
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -172,10 +173,14 @@ def batch_kl(kl: Tokens, mask: Tokens) -> Float[Array, ""]:
 
 
 class KLController(Protocol):
-    """Chooses the coefficient of the KL in the reward. The state is that coefficient, float32."""
+    """Chooses the coefficient of the KL in the reward. The state is its last value, float32."""
 
     def init(self) -> Float[Array, ""]:
         """The state before the first iteration."""
+        ...
+
+    def coefficient(self, state: Float[Array, ""]) -> Float[Array, ""]:
+        """The coefficient of this iteration."""
         ...
 
     def update(
@@ -192,14 +197,19 @@ class KLController(Protocol):
         ...
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["coef"], meta_fields=[])
 @dataclass(frozen=True)
 class FixedKL:
-    """A constant coefficient."""
+    """A constant coefficient; a resumed run has the one of its config."""
 
     coef: float
 
     def init(self) -> Float[Array, ""]:
         """The coefficient."""
+        return jnp.float32(self.coef)
+
+    def coefficient(self, state: Float[Array, ""]) -> Float[Array, ""]:
+        """The coefficient, whatever the state of an earlier config."""
         return jnp.float32(self.coef)
 
     def update(
@@ -210,9 +220,10 @@ class FixedKL:
         learned: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
         """The same coefficient."""
-        return state
+        return jnp.float32(self.coef)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["coef", "target"], meta_fields=["horizon"])
 @dataclass(frozen=True)
 class AdaptiveKL:
     """A coefficient that grows while the KL is above its target and falls while it is below.
@@ -230,6 +241,10 @@ class AdaptiveKL:
     def init(self) -> Float[Array, ""]:
         """The coefficient of the first iteration."""
         return jnp.float32(self.coef)
+
+    def coefficient(self, state: Float[Array, ""]) -> Float[Array, ""]:
+        """The state."""
+        return state
 
     def update(
         self,

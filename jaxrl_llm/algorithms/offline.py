@@ -18,7 +18,10 @@ reference model is loaded.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+
+import jax
 
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.references import nearest
@@ -56,6 +59,11 @@ RECORD_KINDS = (
 )
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["loss", "token_loss", "token_loss_coef", "baseline", "judge_pairs"],
+    meta_fields=["by_sample"],
+)
 @dataclass(frozen=True, kw_only=True)
 class OfflineAlgorithm:
     """The loss of an offline step, and the functions that it needs.

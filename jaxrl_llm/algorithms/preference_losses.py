@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.arguments import is_zero
+
 Weighted = tuple[Float[Array, " B"], Float[Array, " B"]]
 DPOForm = Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid_norm"]
 CPOForm = Literal["sigmoid", "ipo", "hinge", "simpo"]
@@ -337,7 +339,7 @@ def pair_metrics(
 def _smoothed(x: Array, label_smoothing: float) -> Array:
     """-log sigmoid(x), mixed with the loss of the flipped label."""
     right = -(1.0 - label_smoothing) * jax.nn.log_sigmoid(x)
-    if label_smoothing == 0.0:  # 0 times an overflow would be NaN
+    if is_zero(label_smoothing):  # 0 times an overflow would be NaN
         return right
     return right - label_smoothing * jax.nn.log_sigmoid(-x)
 

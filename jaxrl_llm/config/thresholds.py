@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxrl_llm.references import nearest
 
@@ -16,8 +16,7 @@ RULES = (
 )
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A rejection rule: it keeps tokens or responses with lower <= distance <= upper."""
 
     name: str

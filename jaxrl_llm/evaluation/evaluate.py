@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,6 +21,7 @@ from jaxrl_llm.agents.setup import gives_rewards
 from jaxrl_llm.agents.statistics import metrics as turn_metrics
 from jaxrl_llm.agents.statistics import records
 from jaxrl_llm.agents.trajectory import Trajectory
+from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.config import Config, Custom, ExactAnswer, Grader
 from jaxrl_llm.data.collating import prompt_batch
 from jaxrl_llm.data.run_data import columns_by_source, held_out_sources, load_run_prompts
@@ -60,6 +60,7 @@ from jaxrl_llm.plan.conversing import (
     with_turns,
 )
 from jaxrl_llm.plan.models import stops_of
+from jaxrl_llm.plan.offline_stages import HeldOut, HeldOutPairs
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.program.ahead import Compilers
 from jaxrl_llm.program.chain import Chain, job_of
@@ -171,7 +172,7 @@ class Validator:
         )
         settings = replace(self._settings, attention=role.forward.attention)
         settings = fitted(settings, replica, self._memory)
-        answering = _Answering(role=role, dtype=self._dtype, seed=self._seed, settings=settings)
+        answering = _Answering(role=role, dtype=self._dtype, settings=settings)
         options = compiler_options(samples, settings.num_slots)
         tails = range(len(tails_of(settings, samples)))
         if tails and role.mesh.size == 1 and jax.process_count() == 1:
@@ -180,7 +181,7 @@ class Validator:
                 answering.begin,
                 [partial(answering.tail, number) for number in tails],
                 answering.end,
-                num_arguments=5,
+                num_arguments=6,
                 place=replicated(self._mesh),
                 out_shardings=self._sharding,
                 compiler_options=options,
@@ -190,7 +191,7 @@ class Validator:
 
     def run(self, params: Params, step: int) -> Validation:
         """Evaluate `params` (in the training layout) after `step` iterations."""
-        device_step = make_global(jnp.int32(step), replicated(self._mesh))
+        numbers = make_global((seed_of(self._seed), np.int32(step)), replicated(self._mesh))
         indices: list[int] = []
         prompts: list[Prompt] = []
         completions: list[Completion] = []
@@ -214,7 +215,7 @@ class Validator:
                 indices, prompts = indices + kept, prompts + asked
                 continue
             with memory_guard("validation", NEEDS_LESS_MEMORY):
-                arguments = *place_held(arrays, self._sharding, self._rows), device_step
+                arguments = *place_held(arrays, self._sharding, self._rows), *numbers
                 if not self._compiled:
                     part = takes_part(self._mesh)
                     compile_together(self._answer, (params, *arguments), "validation", part)
@@ -331,11 +332,10 @@ class _Answering:
 
     role: Role
     dtype: str
-    seed: int
     settings: GenerationSettings
 
     def answer(
-        self, params: Params, prompts: Any, lengths: Any, sample_ids: Any, step: Any
+        self, params: Params, prompts: Any, lengths: Any, sample_ids: Any, seed: Any, step: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [N, R], their number [N] and log-probs [N, R]."""
         spec, sampled = sampling_model(self.role.spec, params, self.dtype)
@@ -345,7 +345,7 @@ class _Answering:
             prompts,
             lengths,
             sample_ids,
-            self._key(step),
+            _key(seed, step),
             self.settings,
             layout=self.role.generation,
             stored=self.role.layout,
@@ -357,7 +357,7 @@ class _Answering:
         return self._generation(*inputs).begin(spec, sampled, params)
 
     def tail(self, number: int, params: Params, *inputs_and_carried: Any) -> tuple[Any, Any]:
-        inputs, carried = inputs_and_carried[:4], inputs_and_carried[4:]
+        inputs, carried = inputs_and_carried[:5], inputs_and_carried[5:]
         return self._generation(*inputs).tail(number, params, *carried)
 
     def end(
@@ -368,18 +368,19 @@ class _Answering:
         return out.tokens, out.lengths, out.logprobs
 
     def _generation(
-        self, prompts: Any, lengths: Any, sample_ids: Any, step: Any
+        self, prompts: Any, lengths: Any, sample_ids: Any, seed: Any, step: Any
     ) -> GenerationInPieces:
         return GenerationInPieces(
             prompts_NP=prompts,
             lengths_N=lengths,
             sample_ids_N=sample_ids,
-            seed_key=self._key(step),
+            seed_key=_key(seed, step),
             settings=self.settings,
         )
 
-    def _key(self, step: Any) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), SEED_STREAM), step)
+
+def _key(seed: Any, step: Any) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), SEED_STREAM), step)
 
 
 def open_validator(
@@ -565,7 +566,7 @@ class RecordEvaluation(Evaluation):
 
     def __init__(
         self,
-        sums: Callable[[States, OfflineBatch], dict[str, Any]],
+        sums: HeldOut | HeldOutPairs,
         means: Callable[[dict[str, Any]], dict[str, Any]],
         batches: Iterable[OfflineBatch],
         mesh: Mesh,
@@ -579,7 +580,12 @@ class RecordEvaluation(Evaluation):
         `prefix` begins the names of the metrics.
         """
         self._means = means
-        self._sums = jax.jit(sums, out_shardings=replicated(mesh))
+
+        def with_numbers(numbers: Any, states: States, batch: OfflineBatch) -> dict[str, Any]:
+            return sums.with_arguments(numbers)(states, batch)
+
+        self._sums = jax.jit(with_numbers, out_shardings=replicated(mesh))
+        self._numbers = make_global(sums.arguments, replicated(mesh))
         self._batches, self._rows = list(batches), rows
         self._mesh, self._sharding = mesh, batch_sharding(mesh)
         self._prefix = prefix
@@ -588,7 +594,7 @@ class RecordEvaluation(Evaluation):
         """Means over all held-out records."""
         total: dict[str, Any] = {}
         for batch in self._batches:
-            arguments = states, place_held(batch, self._sharding, self._rows)
+            arguments = self._numbers, states, place_held(batch, self._sharding, self._rows)
             sums = fetch(call(self._sums, arguments, self._mesh))
             total = {name: total.get(name, 0.0) + np.float64(x) for name, x in sums.items()}
         return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}

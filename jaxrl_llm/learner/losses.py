@@ -6,6 +6,7 @@ as arrays with one entry a row, because every micro-batch must see the same coun
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxrl_llm.algorithms.fields import (
 )
 from jaxrl_llm.algorithms.kl import masked_kl
 from jaxrl_llm.algorithms.sample_masks import learned_tokens
+from jaxrl_llm.arguments import is_zero
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     attention_work,
@@ -43,6 +45,14 @@ _OF_STEP = (NONFINITE, *STEP_METRICS)
 TAKEN = {"loss", *_OF_STEP, *(f"{role}/{n}" for role in ("actor", "critic") for n in _OF_STEP)}
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["algorithm", "router"],
+    meta_fields=[
+        *("spec", "settings", "temperature", "own_logprobs", "with_log_ratios"),
+        *("replays", "masks"),
+    ],
+)
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """The actor's loss: policy loss, entropy bonus and KL term, each aggregated the same way.
@@ -83,7 +93,7 @@ class PolicyLoss:
         algorithm = self.algorithm
         reads = field_names(algorithm.policy_loss)
         rows = rows_of(part, self.settings.align)
-        uses_entropy = algorithm.entropy_coef != 0.0 or "entropy" in reads
+        uses_entropy = not is_zero(algorithm.entropy_coef) or "entropy" in reads
         statistics = response_statistics(
             params,
             rows,
@@ -141,6 +151,11 @@ class PolicyLoss:
         return total, metrics
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["algorithm"],
+    meta_fields=["spec", "settings", "masks"],
+)
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
     """The critic's loss, aggregated as the policy's is."""

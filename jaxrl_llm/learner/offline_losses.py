@@ -5,6 +5,7 @@ Shape letters: B records, G groups of rows of a record, R predicted tokens of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,11 @@ LOSS, TOKEN_LOSS = "record_loss", "nll_loss"  # names of sums; the second is als
 _TAKEN = {*TAKEN, LOSS, TOKEN_LOSS, "learning_rate"}
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["algorithm", "router"],
+    meta_fields=["spec", "settings"],
+)
 @dataclass(frozen=True, kw_only=True)
 class RecordLoss:
     """The loss of a train step on records.

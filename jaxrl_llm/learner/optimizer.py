@@ -1,8 +1,9 @@
 """Optimizers with a schedule. The global-norm clip is in the train step, which reports the norm."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,51 +23,127 @@ AT_ONCE = 2  # parameters whose offloaded moments are on the device at the same 
 Step = Callable[[list[Array]], tuple[Array, list[Array]]]  # both moments -> update, both moments
 
 
-def schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+class Rates(NamedTuple):
+    """The numbers of a schedule. Differences are of float64, so that no bit depends on the way."""
+
+    peak: float
+    last: float  # rate at the end of linear
+    fall: float  # peak - last
+    share: float  # last / peak, for cosine
+    rest: float  # 1 - share
+    rise: float  # first rate of the warm-up - peak
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> "Rates":
+        """The numbers that a config gives."""
+        peak, share = config.learning_rate, config.min_learning_rate_ratio
+        first = peak / config.warmup_steps if config.warmup_steps else peak
+        return cls(peak, peak * share, peak - peak * share, share, 1 - share, first - peak)
+
+
+def schedule(
+    config: OptimizerConfig, total_steps: int, rates: Rates | None = None
+) -> optax.Schedule:
     """Learning rate of an optimizer step (0-based): linear warm-up, then the named decay.
 
     Linear and cosine end at `total_steps`, unless the config gives another number. The warm-up
     begins at 1/warmup_steps, so that the first step has a rate above 0. A function of yours gets
     the peak and the number of steps after the warm-up; its schedule begins with 0 there.
+    `rates` are the numbers of the config, also traced ones. A function of yours gets the config's.
     """
-    peak, end = config.learning_rate, config.learning_rate * config.min_learning_rate_ratio
+    peak, last, fall, share, rest, rise = Rates.of(config) if rates is None else rates
     decay_steps = max((config.total_steps or total_steps) - config.warmup_steps, 1)
     if config.schedule == "constant":
         decay = optax.constant_schedule(peak)
     elif config.schedule == "linear":
-        decay = optax.linear_schedule(peak, end, decay_steps)
+        decay = _between(fall, last, decay_steps)
     elif config.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, decay_steps, config.min_learning_rate_ratio)
+        decay = _cosine(peak, rest, share, decay_steps)
     else:
-        decay = _own(config.schedule, peak, decay_steps)
+        decay = _own(config.schedule, config.learning_rate, decay_steps)
     if config.warmup_steps == 0:
         return decay
-    start = peak / config.warmup_steps
-    warmup = optax.linear_schedule(start, peak, max(config.warmup_steps - 1, 1))
+    warmup = _between(rise, peak, max(config.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, decay], [config.warmup_steps])
 
 
-def reported_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule | None:
-    """The learning rate as a metric; None for an object of optax, whose rate nobody can read."""
-    is_object = isinstance(config.name, Given) and is_transformation(config.name.function)
-    return None if is_object else schedule(config, total_steps)
+def _cosine(peak: float, rest: float, share: float, steps: int) -> optax.Schedule:
+    wave = optax.cosine_decay_schedule(1.0, steps)
+    return lambda step: peak * (rest * wave(step) + share)
 
 
-def make_optimizer(
-    config: OptimizerConfig, total_steps: int, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+def _between(difference: float, last: float, steps: int) -> optax.Schedule:
+    """From last + difference to last."""
+    left = optax.linear_schedule(1.0, 0.0, steps)
+    return lambda step: difference * left(step) + last
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rates", "weight_decay", "max_grad_norm"],
+    meta_fields=["config", "total_steps", "axes"],
+)
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """An optimizer of optax whose rates, decay and clip are arguments of the programs.
+
+    `max_grad_norm` is for the train step. `config` says which optimizer and schedule it is.
+    """
+
+    config: OptimizerConfig
+    total_steps: int
+    axes: Any
+    rates: Rates
+    weight_decay: float
+    max_grad_norm: float
+
+    def init(self, params: Any) -> optax.OptState:
+        """The first state."""
+        return self._transformation.init(params)
+
+    def update(
+        self, updates: Any, state: Any, params: Any = None, *, finite: Any = True
+    ) -> tuple[Any, Any]:
+        """As optax's. `finite` says whether the step counts; see `_adam`."""
+        return self._transformation.update(updates, state, params, finite=finite)
+
+    @property
+    def learning_rate(self) -> optax.Schedule | None:
+        """The rate as a metric; None for an object of optax, whose rate nobody can read."""
+        name = self.config.name
+        if isinstance(name, Given) and is_transformation(name.function):
+            return None
+        return schedule(self.config, self.total_steps, self.rates)
+
+    @cached_property
+    def _transformation(self) -> optax.GradientTransformationExtraArgs:
+        return _transformation(self)
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int, axes: Any = None) -> Optimizer:
     """The optimizer that a config names. Weight decay applies to every parameter, as in verl.
 
-    `axes` are the logical axes of the parameters, which muon needs to see their matrices. `update`
-    also takes `finite`: whether the step counts; see `_adam`.
+    `axes` are the logical axes of the parameters, which muon needs to see their matrices.
     """
-    rate = schedule(config, total_steps)
+    return Optimizer(
+        config=config,
+        total_steps=total_steps,
+        axes=axes,
+        rates=Rates.of(config),
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def _transformation(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
+    config, decay = optimizer.config, optimizer.weight_decay
+    rate = schedule(config, optimizer.total_steps, optimizer.rates)
     dtype = config.moment_dtype
-    last = optax.add_decayed_weights(config.weight_decay), optax.scale_by_learning_rate(rate)
+    last = optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
     if config.name == "adamw":
         return optax.chain(_adam(config), *last)
     if config.name == "muon":
-        return _offloadable(_muon(config, rate, axes))
+        return _offloadable(_muon(config, rate, decay, optimizer.axes))
     if config.name == "lion":
         b2 = 0.99 if config.b2 is None else config.b2
         return _offloadable(optax.chain(optax.scale_by_lion(config.b1, b2, dtype), *last))
@@ -89,7 +166,7 @@ def _own(name: str | Given, *arguments: Any) -> Any:
     return references.call(path, function, *arguments)
 
 
-def _muon(config: OptimizerConfig, rate: optax.Schedule, axes: Any) -> Any:
+def _muon(config: OptimizerConfig, rate: optax.Schedule, decay: float, axes: Any) -> Any:
     """Muon for matrices of layers; AdamW with Nesterov momentum for tables, norms and biases.
 
     Updates have the size of AdamW's, so that its learning rates hold (arXiv:2502.16982).
@@ -97,8 +174,8 @@ def _muon(config: OptimizerConfig, rate: optax.Schedule, axes: Any) -> Any:
     return optax.contrib.muon(
         rate,
         eps=config.eps,
-        weight_decay=config.weight_decay,
-        adam_weight_decay=config.weight_decay,
+        weight_decay=decay,
+        adam_weight_decay=decay,
         mu_dtype=config.moment_dtype,
         adam_b1=config.b1,
         adam_b2=_b2(config),

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.arguments import is_zero
 from jaxrl_llm.learner.train_state import Params, is_balance
 
 
@@ -30,7 +31,7 @@ def balanced(
     def one(path: Any, new: Array, old: Array) -> Array:
         if not is_balance(path):
             return new
-        if counts_LE is None or not rate:
+        if counts_LE is None or is_zero(rate):
             return old
         counts_E = counts_LE[layers.index(_layer(path))]
         return old + rate * jnp.sign(counts_E.mean() - counts_E)

@@ -7,11 +7,13 @@ Shape letters: L layers, E experts.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.arguments import is_zero
 from jaxrl_llm.learner.train_state import Metrics
 from jaxrl_llm.models.experts import Routed
 
@@ -22,6 +24,11 @@ ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_load", "router_loa
 ROUTER_METRICS += ("router_dead_experts",)
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["aux_coef", "z_coef", "bias_rate"],
+    meta_fields=["by_layer", "over"],
+)
 @dataclass(frozen=True, kw_only=True)
 class RouterLoss:
     """Coefficients of the two losses; both are 0 for a dense model."""
@@ -42,7 +49,7 @@ class RouterLoss:
         whole, share = self._of_micro_batch(routed, share)
         aux, z = load_balance(whole, by_layer=self.by_layer) * share, z_loss(whole) * share
         metrics = {"router_aux_loss": aux, "router_z_loss": z, COUNTS: routed.counts_E}
-        if self.bias_rate:  # the config refuses it for other routers than sigmoid ones
+        if not is_zero(self.bias_rate):  # the config refuses it for other routers than sigmoid ones
             assert routed.own_counts_E is not None
             metrics[OWN_COUNTS] = routed.own_counts_E
         return self.aux_coef * aux + self.z_coef * z, jax.lax.stop_gradient(metrics)

@@ -61,8 +61,8 @@ def params_of(state: Any) -> Params:
     return state.params if isinstance(state, TrainState) else state
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """A fresh state around `params`; pure, so it can be traced and sharded."""
+def init_state(params: Params, optimizer: Any) -> TrainState:
+    """A fresh state around `params`, for ours or optax's; pure, so it can be traced and sharded."""
     return TrainState(
         params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
     )

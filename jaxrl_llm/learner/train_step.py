@@ -28,6 +28,7 @@ from jaxrl_llm.learner.micro_batches import (
     zeros_of,
 )
 from jaxrl_llm.learner.offline_losses import RecordLoss
+from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, load_metrics
 from jaxrl_llm.learner.rows import Fields
@@ -110,7 +111,7 @@ def train_step(
     *,
     batches: MiniBatches,
     loss: Loss,
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformationExtraArgs | Optimizer,
     learning_rate: optax.Schedule | None,
     max_grad_norm: float,
     cast_ahead: CastAhead | None,
@@ -291,7 +292,7 @@ def apply_gradients(
     state: TrainState,
     grads: Params,
     *,
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformationExtraArgs | Optimizer,
     learning_rate: optax.Schedule | None,
     max_grad_norm: float,
     balance: tuple[Array | None, float] = (None, 0.0),

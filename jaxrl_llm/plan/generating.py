@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.arguments import Seed
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
 from jaxrl_llm.generation.engine import (
@@ -62,13 +63,18 @@ def replica_of(config: Config, model: ModelConfig, *, rows: int, tensor: int) ->
     )
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["seed"],
+    meta_fields=["samples", "dtype", "settings"],
+)
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """The settings with which the actor generates for training."""
 
     samples: int  # samples of a batch, over all replicas
     dtype: str
-    seed: int
+    seed: Seed
     settings: GenerationSettings
 
     def run(
@@ -133,6 +139,7 @@ class Generate(ModelStage):
     parts: ResponseParts | None = None
 
     generates = True
+    numbers = ("how",)
     name = "gen"
 
     @property
@@ -254,6 +261,7 @@ class GenerateGreedily(ModelStage):
     compiler_options: Mapping[str, int] | tuple[()]
 
     generates = True
+    numbers = ("how",)
     name = "gen_max"
     writes = ("greedy_responses", "greedy_lengths", "greedy_logprobs")
 
@@ -302,6 +310,7 @@ class ContinueResponses(ModelStage):
     parts: ResponseParts
 
     generates = True
+    numbers = ("how",)
     name = "gen_continue"
 
     @property

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.build import build_offline
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm, groups_of
+from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.config import Config, ConfigError, SupervisedConfig
 from jaxrl_llm.distributed.layout import shard_rows, shard_stacked
 from jaxrl_llm.distributed.sharding import batch_sharding
@@ -96,8 +97,9 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
         model=learner,
         name=f"update_{learner.name}",
         loss=_loss(config, algorithm, learner),
+        optimizer=learner.learning,
         sizes=UpdateSizes(update=micro_batches, passes=micro_batches),
-        seed=config.seed,
+        seed=seed_of(config.seed),
     )
     stages = plan([*before, update], fields=OFFLINE)
     phase = Phase(
@@ -154,6 +156,7 @@ def plan_supervised(
         name=f"update_{prefix}",
         prefix=prefix,
         loss=_loss(config, algorithm, learner),
+        optimizer=learner.learning,
         sizes=UpdateSizes(update=micro_batches, passes=micro_batches),
     )
     stages = plan([update], fields=OFFLINE)

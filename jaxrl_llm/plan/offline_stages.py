@@ -16,6 +16,7 @@ from jaxrl_llm.algorithms.offline import (
     OfflineAlgorithm,
     groups_of,
 )
+from jaxrl_llm.arguments import Numbered
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.learner.losses import NONFINITE
@@ -93,6 +94,7 @@ class Baseline(ModelStage):
 
     name = BASELINE
     writes = (BASELINE,)
+    numbers = ("algorithm",)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -189,13 +191,15 @@ class ReferenceTables:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldOut:
+class HeldOut(Numbered):
     """(states, batch of held-out records) -> sums of losses and metrics, which `means` divides."""
 
     learner: Role
     loss: RecordLoss
     micro_batches: MicroBatches
     before: tuple[Stage, ...] = ()  # stages of what the learner does not compute
+
+    numbers = ("loss",)
 
     def __call__(self, states: States, batch: OfflineBatch) -> Metrics:
         for stage in self.before:
@@ -211,13 +215,15 @@ class HeldOut:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldOutPairs:
+class HeldOutPairs(Numbered):
     """(states, batch of held-out pairs) -> sums of the metrics of `judge_pairs`."""
 
     learner: Role
     reference: Role | None
     algorithm: OfflineAlgorithm
     micro_batches: MicroBatches
+
+    numbers = ("algorithm",)
 
     def __call__(self, states: States, batch: OfflineBatch) -> Metrics:
         judge = self.algorithm.judge_pairs

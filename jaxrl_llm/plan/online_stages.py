@@ -10,6 +10,7 @@ from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import with_steps
+from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.generation.memory import GB, fitted
 from jaxrl_llm.generation.partial_responses import ResponseParts
@@ -205,7 +206,7 @@ class OnlineStages:
         how = Generation(
             samples=samples,
             dtype=rollout_dtype(config),
-            seed=config.seed,
+            seed=seed_of(config.seed),
             settings=fitted(asked, replica, memory),
         )
         prompts = -(-rows // n)
@@ -316,8 +317,9 @@ class OnlineStages:
                 model=critic,
                 name="update_critic",
                 loss=loss,
+                optimizer=critic.learning,
                 sizes=critic_sizes,
-                seed=config.seed,
+                seed=seed_of(config.seed),
             )
             updates.append(update)
         reads = field_names(algorithm.policy_loss)
@@ -338,10 +340,11 @@ class OnlineStages:
             model=actor,
             name="update_actor",
             loss=loss,
+            optimizer=actor.learning,
             sizes=sizes,
             first_step=critic_warmup(config, algorithm) + 1,
             measure=_measure(own_logprobs, with_ratios),
-            seed=config.seed,
+            seed=seed_of(config.seed),
         )
         return [*updates, update]
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.kl import KLController
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.config import Config
+from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import replicated
-from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.plan.dataflow import BatchFields
 from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.models import ModelSource
@@ -107,8 +108,8 @@ class Phase:
         """The KL controller's first state, by its name; empty without one."""
         if self.controller is None:
             return {}
-        init = jax.jit(self.controller.init, out_shardings=replicated(self.mesh))
-        return {KL_CONTROLLER: call(init, (), self.mesh)}
+        first = np.asarray(self.controller.init())
+        return {KL_CONTROLLER: make_global(first, replicated(self.mesh))}
 
     def trace(self, *, compiles_first: bool = False) -> Any:
         """Trace every program on abstract arrays: shapes and fields that do not fit fail here.

@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.arguments import seed_of
+from jaxrl_llm.distributed.multihost import make_global
+from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.distributed.transfer import call, moved
 from jaxrl_llm.learner.train_state import Params, cast
 from jaxrl_llm.models.base import ModelSpec
@@ -19,16 +22,17 @@ from jaxrl_llm.plan.roles import Role
 class Making:
     """Makes a role's parameters from another role's, where the role keeps its own."""
 
-    make: Callable[[Params], Params]
+    make: Callable[..., Params]
     role: Role
 
-    def __call__(self, params: Params) -> Params:
-        """The parameters of the role. Every process calls it."""
+    def __call__(self, params: Params, seed: int | None = None) -> Params:
+        """The parameters of the role. Every process calls it. `make` also gets the seed, if any."""
         role = self.role
-        here = {x.sharding.mesh for x in jax.tree.leaves(params)}  # one device or mesh has them
-        if here == {role.mesh}:
-            return call(self._in_place, (params,), role.mesh)
-        return jax.tree.map(moved, self._elsewhere(params), role.param_shardings)
+        (here,) = {x.sharding.mesh for x in jax.tree.leaves(params)}
+        seeds = () if seed is None else (make_global(seed_of(seed), replicated(here)),)
+        if here == role.mesh:
+            return call(self._in_place, (params, *seeds), role.mesh)
+        return jax.tree.map(moved, self._elsewhere(params, *seeds), role.param_shardings)
 
     @cached_property
     def _in_place(self) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
+from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.checkpoint.stored_models import BASE, CRITIC_BASE
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, OptimizerConfig
 from jaxrl_llm.distributed.gathering import gathering, switch_and_gather
@@ -20,7 +20,8 @@ from jaxrl_llm.distributed.layout import (
     shard_rows,
     shard_stacked,
 )
-from jaxrl_llm.distributed.sharding import check_host_memory, shardings
+from jaxrl_llm.distributed.multihost import make_global
+from jaxrl_llm.distributed.sharding import check_host_memory, replicated, shardings
 from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
@@ -29,7 +30,7 @@ from jaxrl_llm.kernels.strict import Strict
 from jaxrl_llm.learner.data_groups import DataGroups
 from jaxrl_llm.learner.forward import ForwardSettings
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
-from jaxrl_llm.learner.optimizer import make_optimizer, reported_schedule
+from jaxrl_llm.learner.optimizer import Optimizer, make_optimizer
 from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.train_state import (
     Adapted,
@@ -77,16 +78,20 @@ class Role:
     layout: Layout  # layout of storage and updates
     generation: Layout
     param_shardings: Params  # in `layout`
-    optimizer: optax.GradientTransformationExtraArgs | None = None
+    optimizer: Optimizer | None = None
     offload: bool = False  # optimizer state is in host memory between steps
-    learning_rate: optax.Schedule | None = None  # None also where it cannot be reported
-    max_grad_norm: float = 1.0
     base: str = ""  # role that keeps the weights below its adapters
     data_groups: DataGroups | None = None  # groups that sum gradients once an optimizer step
 
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    @property
+    def learning(self) -> Optimizer:
+        """The optimizer. Requires: the role learns."""
+        assert self.optimizer is not None, self.name
+        return self.optimizer
 
     def groups_for(self, by_sample: bool) -> DataGroups | None:
         """The groups for a loss; None where it compares samples, which may be in other groups."""
@@ -142,14 +147,16 @@ class Role:
         spec, lora = self.spec, self.spec.lora
         assert lora is not None
 
-        def make(base: Params) -> Params:
+        def make(base: Params, seed: jax.Array) -> Params:
             own = draw_params(spec, spec.learned, jax.random.key(seed))
             own = split(first_magnitudes(self.with_base(own, base).joined, lora))[1]
             if HEAD in own and HEAD in base:
                 own |= {HEAD: jax.tree.map(lambda x: x.astype(lora.dtype), base[HEAD])}
             return own
 
-        return call(jax.jit(make, out_shardings=self.kept_shardings), (base,), self.mesh)
+        placed = make_global(seed_of(seed), replicated(self.mesh))
+        make = jax.jit(make, out_shardings=self.kept_shardings)
+        return call(make, (base, placed), self.mesh)
 
     @property
     def kept_shardings(self) -> Params:
@@ -176,13 +183,8 @@ class Role:
             for device in self.mesh.local_devices[:1]:
                 check_host_memory(device)
         axes = self.spec.axes if self.spec.lora is None else split(self.spec.axes)[1]
-        return replace(
-            self,
-            optimizer=make_optimizer(config, total_steps, axes),
-            offload=config.offload,
-            learning_rate=reported_schedule(config, total_steps),
-            max_grad_norm=config.max_grad_norm,
-        )
+        optimizer = make_optimizer(config, total_steps, axes)
+        return replace(self, optimizer=optimizer, offload=config.offload)
 
     def _init(self, params: Params) -> TrainState:
         assert self.optimizer is not None
@@ -363,7 +365,7 @@ class UpdateSizes:
     num_epochs: int = 1
     update: MicroBatches  # parts of one mini-batch
     passes: MicroBatches  # parts of the whole batch, in passes without a gradient
-    shuffle_seed: int | None = None  # mini-batches take the samples in a random order
+    shuffle: bool = False  # mini-batches take the samples in a random order
 
 
 def update_sizes(config: Config, role: Role) -> UpdateSizes:
@@ -405,7 +407,7 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
         num_epochs=settings.ppo_epochs,
         update=update,
         passes=passes,
-        shuffle_seed=config.seed if config.actor.shuffle else None,
+        shuffle=config.actor.shuffle,
     )
 
 

@@ -19,6 +19,7 @@ from jaxrl_llm.algorithms.fields import field_names, pair_of
 from jaxrl_llm.algorithms.kl import KLController, batch_kl
 from jaxrl_llm.algorithms.mismatch import mismatch_metrics
 from jaxrl_llm.algorithms.sample_masks import learned_tokens, without_left_out
+from jaxrl_llm.arguments import Seed
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.layout import shard_stacked
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -29,6 +30,7 @@ from jaxrl_llm.learner.forward import (
 )
 from jaxrl_llm.learner.losses import BUBBLE, NONFINITE, STEP_METRICS
 from jaxrl_llm.learner.micro_batches import MicroBatches
+from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
 from jaxrl_llm.learner.rows import KEPT, Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import (
@@ -348,6 +350,7 @@ class PenalisedRewards(OfLearnedSamples):
     role = KL_CONTROLLER
     writes = ("rewards",)
     updates = True
+    numbers = ("functions", "controller")
 
     def __call__(
         self, state: Any, step: jax.Array, *, mask: jax.Array, **fields: jax.Array
@@ -355,9 +358,10 @@ class PenalisedRewards(OfLearnedSamples):
         known = self.learned(fields | {"mask": mask})
         mask = known["mask"]
         (kl_reward,) = self.functions
-        rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=state)
+        coef = self.controller.coefficient(state)
+        rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=coef)
         current = batch_kl(kl, mask)
-        metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": state}
+        metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coef}
         learned = jnp.mean(known["sample_mask"]) if self.masks else 1.0
         moved = self.controller.update(state, current, mask.shape[0], learned)
         return StageOutput({"rewards": rewards}, metrics, moved)
@@ -372,6 +376,7 @@ class Advantages(OfLearnedSamples):
 
     name = "adv"
     writes = ("advantages", "returns")
+    numbers = ("functions",)
 
     def __call__(
         self,
@@ -433,6 +438,7 @@ class Correction(OfLearnedSamples):
     functions: Sequence[Callable[..., Any]]
 
     name = "rollout_corr"
+    numbers = ("functions",)
 
     def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
         writes, metrics, fields = {}, {}, self.learned(fields)
@@ -454,12 +460,14 @@ class Update(ModelStage):
 
     name: str
     loss: Loss
+    optimizer: Optimizer
     sizes: UpdateSizes
     first_step: int = 1
     measure: Measure | None = None
-    seed: int = 0  # seed of the run, for dropout
+    seed: Seed = Seed(0)  # seed of the run, for dropout and the order of samples
 
     updates = True
+    numbers = ("loss", "optimizer", "seed")
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -484,10 +492,9 @@ class Update(ModelStage):
                 key=jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(role.name.encode())),
             )
         own: TrainState = own_of(state)
-        assert role.optimizer is not None
         key = None
-        if sizes.shuffle_seed is not None:
-            key = jax.random.fold_in(jax.random.key(sizes.shuffle_seed), step)
+        if sizes.shuffle:
+            key = jax.random.fold_in(jax.random.key(self.seed), step)
         batches = mini_batches(
             fields,
             num_mini_batches=sizes.num_mini_batches,
@@ -499,9 +506,9 @@ class Update(ModelStage):
             train_step,
             batches=batches,
             loss=self.loss,
-            optimizer=role.optimizer,
-            learning_rate=role.learning_rate,
-            max_grad_norm=role.max_grad_norm,
+            optimizer=self.optimizer,
+            learning_rate=self.optimizer.learning_rate,
+            max_grad_norm=self.optimizer.max_grad_norm,
             base=base,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=sizes.update,

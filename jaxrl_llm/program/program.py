@@ -35,7 +35,7 @@ from jaxrl_llm.program.guards import transfer_guard
 from jaxrl_llm.program.moves import Moves
 from jaxrl_llm.program.progress import B, Progress, Results, joined, segment_memory_guard
 from jaxrl_llm.program.segment import Segment
-from jaxrl_llm.program.stage import Pieces, Stage, States, StepContext
+from jaxrl_llm.program.stage import Stage, States, StepContext
 from jaxrl_llm.program.stored import Start
 from jaxrl_llm.types import Batch
 
@@ -91,6 +91,7 @@ class Program:
         self._compilers = Compilers()  # threads of `compile_ahead`
         self._start: Start | None = None
         self._settings: dict[str, str] = {}  # what a segment is compiled with, see `CompileJob`
+        self._numbers: dict[str, Any] = {}  # rates, coefficients and seeds of a segment, placed
         self._called: dict[str, Any] = {}  # abstract arguments of the first call, on a mesh
         self._reads = {segment.name: segment.reads for segment in self.segments}
         self._compiled = {s.name: self._compile(s) for s in self.segments if not s.is_host}
@@ -187,7 +188,10 @@ class Program:
         if takes_part(mesh):
             now.timer.start(segment.name)
         device_step = make_global(jnp.int32(now.step), replicated(mesh))
-        return (*_split_states(followed, segment), reads, device_step)
+        if segment.name not in self._numbers:
+            self._numbers[segment.name] = make_global(segment.arguments, replicated(mesh))
+        numbers = self._numbers[segment.name]
+        return (*_split_states(followed, segment), reads, numbers, device_step)
 
     def _run_host(
         self,
@@ -385,8 +389,10 @@ class Program:
         if self._role_meshes:
             placed = partial(_placed, sharding=batch_sharding(mesh))
             reads = jax.tree.map(placed, reads)
-        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
-        return *_split_states(states, segment), reads, step
+        step, numbers = jax.tree.map(
+            partial(_placed, sharding=replicated(mesh)), (np.int32(0), segment.arguments)
+        )
+        return *_split_states(states, segment), reads, numbers, step
 
     def follow(
         self, roles: Iterable[str], states: States, timer: Timer, metrics: dict[str, Any]
@@ -439,7 +445,7 @@ class Program:
         on_one = mesh.size == 1 and jax.process_count() == 1
         if on_one and (pieces := segment.stages[0].pieces()) is not None:
             place, compilers = replicated(mesh), self._compilers
-            return _chain_of(segment, pieces, place, out_shardings, options, compilers)
+            return _chain_of(segment, pieces.count, place, out_shardings, options, compilers)
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
@@ -501,19 +507,19 @@ def _call(
 
 def _chain_of(
     segment: Segment,
-    pieces: Pieces,
+    count: int,
     place: NamedSharding,
     out_shardings: Any,
     compiler_options: dict[str, Any] | None,
     compilers: Compilers,
 ) -> Chain:
-    """`segment.iteration` as a chain; its first stage is cut into `pieces`."""
+    """`segment.iteration` as a chain; its first stage is cut into `count` pieces, and two more."""
     return Chain(
         segment.iteration,
-        partial(segment.begin, pieces),
-        [partial(segment.go_on, pieces, number) for number in range(pieces.count)],
-        partial(segment.end, pieces),
-        num_arguments=4,
+        segment.begin,
+        [partial(segment.go_on, number) for number in range(count)],
+        segment.end,
+        num_arguments=5,
         donated=(0,),
         place=place,
         out_shardings=out_shardings,

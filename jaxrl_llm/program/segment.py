@@ -1,12 +1,13 @@
 """Consecutive stages as one function, which `Program` compiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.learner.train_state import Adapted, own_of
 from jaxrl_llm.program.stage import HOST, Pieces, Stage, StageOutput, States
@@ -74,23 +75,34 @@ class Segment:
             written |= set(stage.writes)
         return tuple(reads)
 
+    @property
+    def arguments(self) -> list[list[np.ndarray]]:
+        """The numbers of each stage that are arguments of the program."""
+        return [stage.arguments for stage in self.stages]
+
+    def _stages(self, arguments: Sequence[Any]) -> list[Stage]:
+        pairs = zip(self.stages, arguments, strict=True)
+        return [stage.with_arguments(own) for stage, own in pairs]
+
     def iteration(
         self,
         learning: States,
         fixed: States,
         fields: dict[str, Any],
+        arguments: Sequence[Any],
         step: jax.Array,
         first: Callable[..., StageOutput] | None = None,
     ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
         """Every stage in turn. This is what `Program` compiles.
 
         `learning` are the states that the segment replaces, `fixed` those that it only reads.
+        `arguments` are the numbers of the stages.
         `first` is called in place of the first stage, without a state: see `end`.
         Returns the new states, the fields that were written, and metrics by stage.
         """
         fields, metrics, states = dict(fields), {}, fixed | learning
         rows = jax.tree.leaves(fields)[0].shape[0]
-        for number, stage in enumerate(self.stages):
+        for number, stage in enumerate(self._stages(arguments)):
             inputs = {name: fields[name] for name in stage.reads}
             with jax.named_scope(stage.name):
                 state = stage.state_of(states)
@@ -114,45 +126,51 @@ class Segment:
 
     def begin(
         self,
-        pieces: Pieces,
         learning: States,
         fixed: States,
         fields: dict[str, Any],
+        arguments: Sequence[Any],
         step: jax.Array,
     ) -> tuple[Any, Any, Any]:
-        """The first program of a chain; the first stage is cut into `pieces`."""
-        stage = self.stages[0]
+        """The first program of a chain; the first stage is cut into pieces."""
+        stage, pieces = self._in_pieces(arguments)
         with jax.named_scope(stage.name):
             return pieces.begin(stage.state_of(fixed | learning), step, **self._of_first(fields))
 
     def go_on(
         self,
-        pieces: Pieces,
         number: int,
         learning: States,
         fixed: States,
         fields: dict[str, Any],
+        arguments: Sequence[Any],
         step: jax.Array,
         *carried: Any,
     ) -> tuple[Any, Any]:
         """A program in the middle of a chain; `carried` is as for `Pieces.go_on`."""
-        stage = self.stages[0]
+        stage, pieces = self._in_pieces(arguments)
         with jax.named_scope(stage.name):
             state = stage.state_of(fixed | learning)
             return pieces.go_on(number, state, step, *carried, **self._of_first(fields))
 
     def end(
         self,
-        pieces: Pieces,
         learning: States,
         fixed: States,
         fields: dict[str, Any],
+        arguments: Sequence[Any],
         step: jax.Array,
         passed: Any,
     ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
         """The last program of a chain; returns what `iteration` returns."""
-        first = partial(pieces.end, passed=passed)
-        return self.iteration(learning, fixed, fields, step, first)
+        first = partial(self._in_pieces(arguments)[1].end, passed=passed)
+        return self.iteration(learning, fixed, fields, arguments, step, first)
+
+    def _in_pieces(self, arguments: Sequence[Any]) -> tuple[Stage, Pieces]:
+        stage = self.stages[0].with_arguments(arguments[0])
+        pieces = stage.pieces()
+        assert pieces is not None, stage.name
+        return stage, pieces
 
     def _of_first(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {name: fields[name] for name in self.stages[0].reads}

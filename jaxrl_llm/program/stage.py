@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm.agents.trajectory import Trajectory
 from jaxrl_llm.algorithms.fields import field_names
+from jaxrl_llm.arguments import Numbered
 from jaxrl_llm.distributed.multihost import HostRows
 from jaxrl_llm.rewards.manager import RewardResult
 from jaxrl_llm.types import ROLLOUT_AXES, Completion, Prompt
@@ -57,13 +58,14 @@ class Pieces(Protocol):
         ...
 
 
-class Stage:
+class Stage(Numbered):
     """One step of the dataflow. A subclass is a frozen dataclass whose `__call__` does the work.
 
     The keyword-only parameters of `__call__` are the fields of the batch that it reads. A stage
     that calls functions of the algorithm lists them in `functions`, and takes their fields as
     `**fields`. `writes` are the keys of `StageOutput.writes`; they are compared when the stage is
-    traced.
+    traced. `numbers` names the fields with rates and coefficients: runs that differ only in these
+    share their programs.
 
     A device stage is traced: `__call__(state of its role, step, *, ...)`. A host stage runs Python:
     `__call__(context, step, *, ...)` with numpy arrays. With several processes it gets the rows

@@ -5,12 +5,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint.identity import COLUMNS, HELD_OUT
-from jaxrl_llm.config import Config, as_dict, is_offline
+from jaxrl_llm.config import Config, Custom, as_dict, is_offline
+from jaxrl_llm.config.algorithms import ALGORITHMS
+from jaxrl_llm.config.optimizers import KnownSchedule
 from jaxrl_llm.data.overlap import say_overlap
 from jaxrl_llm.data.priority import PriorityLoader
 from jaxrl_llm.data.run_data import has_held_out, load_run_prompts, train_batches, train_sources
@@ -39,8 +42,9 @@ from jaxrl_llm.trainer.states import run_identity
 from jaxrl_llm.trainer.turn_rewards import TurnRewards, with_environment
 from jaxrl_llm.types import Prompt
 
-NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms"}  # keys of a config
-
+NOT_IN_PROGRAMS = {"name", "run_dir", "compile_cache", "log", "alarms", "seed"}  # keys of a config
+BUILT_IN = {one.kind for one in ALGORITHMS if one is not Custom}  # algorithms
+RATES = ("learning_rate", "min_learning_rate_ratio", "weight_decay", "max_grad_norm")
 
 OBSERVATIONS = "observations"  # folder of a run: what tools and environments answered
 
@@ -184,4 +188,27 @@ def _compare_rows(
 def _start_of(config: Config, plan: Plan, tokenizer: Tokenizer) -> Start:
     """A key of the config and identity values that change programs."""
     given = {key: value for key, value in as_dict(config).items() if key not in NOT_IN_PROGRAMS}
-    return start_of(given, run_identity(plan, tokenizer))
+    counts = [[len(x) for x in segment.arguments] for segment in plan.at(1).program.segments]
+    return start_of(_without_arguments(given), counts, run_identity(plan, tokenizer))
+
+
+def _without_arguments(value: Any) -> Any:
+    """A part of a config whose numbers are only zero or not where they are arguments of programs.
+
+    A key that stays without need costs the next start some seconds. One that goes wrongly has it
+    refuse the programs that it reads.
+    """
+    if isinstance(value, list | tuple):
+        return [_without_arguments(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    names: Sequence[str] = ()
+    if value.get("schedule") in get_args(KnownSchedule):  # a function of yours gets the rate
+        names = RATES
+    elif value.get("kind") in BUILT_IN:
+        numbers = {name for name, x in value.items() if isinstance(x, float)}
+        names = sorted(numbers - {"kl_horizon"})
+    return {
+        name: value[name] == 0 if name in names else _without_arguments(value[name])
+        for name in value
+    }

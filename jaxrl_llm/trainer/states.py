@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.build import build_offline
+from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.checkpoint.identity import (
     LEARNER,
     MODELS,
@@ -182,12 +183,13 @@ def _with_random_head(role: Role, params: Params, seed: int) -> Params:
     """The parameters of a scalar model that never learns; a head of zeros would score 0."""
     std, kernel = role.spec.config.initializer_range, role.spec.params["score"]["kernel"]
 
-    def draw() -> Params:
+    def draw(seed: jax.Array) -> Params:
         drawn = std * jax.random.normal(jax.random.key(seed), kernel.shape)
         return {"kernel": drawn.astype(kernel.dtype)}
 
     place = role.param_shardings["score"]
-    return params | {"score": call(jax.jit(draw, out_shardings=place), (), role.mesh)}
+    placed = make_global(seed_of(seed), replicated(role.mesh))
+    return params | {"score": call(jax.jit(draw, out_shardings=place), (placed,), role.mesh)}
 
 
 def _frozen(spec: ModelSpec, params: Params) -> Params:
@@ -198,11 +200,11 @@ def _frozen(spec: ModelSpec, params: Params) -> Params:
 def _derive_scalar(role: Role, actor: Params, seed: int) -> Params:
     """A scalar model with the actor's decoder."""
 
-    def derive(actor: Params) -> Params:
+    def derive(actor: Params, seed: jax.Array) -> Params:
         # Without the copy, the decoder would be the actor's own buffers.
         return jax.tree.map(jnp.copy, scalar_params_from(actor, role.spec, jax.random.key(seed)))
 
-    return Making(derive, role)(actor)
+    return Making(derive, role)(actor, seed)
 
 
 def role_seed(config: Config, role: str) -> int:

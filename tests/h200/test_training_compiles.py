@@ -54,7 +54,7 @@ def update(sizes, *, compiler_options=None, config=CONFIG, phases=None, **settin
     model = ModelSettings(dtype="bfloat16", attention="pallas", **settings)
     role = make_role("actor", model_spec(config), model, mesh, phases=phases, exact=True)
     role = role.with_optimizer(OptimizerConfig(), 100)
-    assert role.optimizer is not None and role.learning_rate is not None
+    optimizer = role.learning
     loss = PolicyLoss(
         algorithm=build_online(c.PPO(entropy_coef=0.01)),
         spec=role.spec,
@@ -75,8 +75,8 @@ def update(sizes, *, compiler_options=None, config=CONFIG, phases=None, **settin
             0,
             batches=mini_batches(fields, num_mini_batches=1, num_epochs=1, shard=lambda x: x),
             loss=loss,
-            optimizer=role.optimizer,
-            learning_rate=role.learning_rate,
+            optimizer=optimizer,
+            learning_rate=optimizer.learning_rate,
             max_grad_norm=1.0,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=packed,

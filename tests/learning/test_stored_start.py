@@ -1,17 +1,30 @@
-"""A start whose programs an earlier one kept: the same bits, and a refusal where they changed."""
+"""A start whose programs an earlier one kept: the same bits, and a refusal where they changed.
+
+A sweep over rates, coefficients, clips and seeds reads all of its programs.
+"""
 
 import json
 import shutil
 
+import numpy as np
 import pytest
 from tiny_run import TinyRun, assert_same_bits
 
 pytestmark = pytest.mark.ci
 
-# The learning rate is a number in the program.
+# The decay of the first moment is a constant of the program.
 FEW = ("--config.total_steps=2", "--config.warmup=none", "--config.save_every=0")
 FEW += ("--config.algorithm=grpo", "--config.data.val_tasks=[]", "--config.checkpoint.best_metric=")
-OTHER = (*FEW, "--config.actor.optimizer.learning_rate=1e-3")
+OTHER = (*FEW, "--config.actor.optimizer.b1=0.8")
+SWEPT = {
+    "actor.optimizer.learning_rate": 1e-3,
+    "actor.optimizer.weight_decay": 0.1,
+    "actor.optimizer.max_grad_norm": 0.5,
+    "algorithm.kl_loss_coef": 0.05,
+    "algorithm.clip_low": 0.1,
+    "algorithm.clip_high": 0.3,
+    "seed": 7,
+}
 
 
 @pytest.fixture
@@ -73,3 +86,39 @@ def test_programs_that_are_not_those_of_this_run_end_it_before_it_writes(run, tm
     shutil.rmtree(run.run_dir)
     second, again, _ = finished(run, *OTHER)
     assert_same_bits(weights, again)
+
+
+def test_a_sweep_compiles_once(run, tmp_path):
+    """Other rates, coefficients, clips and seed: not one program more, of jax's cache or ours."""
+    first, weights, _ = finished(run, *FEW)
+    compiled = {name for name in files(tmp_path, "**/*") if not name.endswith("-atime")}
+    assert len(compiled) > 10
+    swept = [f"--config.{key}={value}" for key, value in SWEPT.items()]
+    other = TinyRun(tmp_path / "other", *run.flags)
+    other.arguments[0] = run.arguments[0]  # the same file of a config
+    second, others, _ = finished(other, *FEW, *swept)
+    now = {name for name in files(tmp_path, "**/*") if not name.endswith("-atime")}
+    assert now == compiled, sorted(now - compiled)
+    # Four updates of a warm-up of three steps: 1/3, 2/3 and 1 of the peak, and the peak.
+    assert first[1]["actor/lr"] == pytest.approx(0.75 * 3e-3)
+    assert second[1]["actor/lr"] == pytest.approx(0.75 * 1e-3)
+    learned = [name for name in weights if name.startswith("actor[")]
+    assert learned and not any(np.array_equal(weights[x], others[x]) for x in learned)
+
+
+def test_a_resumed_run_has_the_numbers_of_its_own_config(run, tmp_path):
+    own = ("--config.warmup=none", "--config.data.val_tasks=[]", "--config.validation.every=0")
+    own += ("--config.checkpoint.best_metric=", "--config.algorithm.kl_controller=fixed")
+    first, _, _ = finished(run, *own, "--config.total_steps=2")
+    assert first[2]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.05)
+    lower = TinyRun(tmp_path / "lower", *run.flags)
+    lower.finish(
+        *own,
+        "--config.total_steps=3",
+        f"--config.resume={run.step_path(2)}",
+        "--config.algorithm.kl_coef=0.2",
+        "--config.actor.optimizer.learning_rate=1e-4",
+        "--config.actor.optimizer.schedule=constant",
+    )
+    assert lower.metrics()[3]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.2)
+    assert lower.metrics()[3]["actor/lr"] == pytest.approx(1e-4)

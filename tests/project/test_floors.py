@@ -17,7 +17,7 @@ FLOORS: list[list[tuple[str, ...]]] = [
         *(("types",), ("numerics",)),
         (
             *("references", "data_files", "whole_files", "chat_template", "token_bytes"),
-            *("object_digests", "turns"),
+            *("object_digests", "turns", "arguments"),
         ),
     ],
     [("typed_records",)],

@@ -149,6 +149,10 @@ class Turns:
             variables=self._variables,
         )
 
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of a whole conversation."""
+        return self._render(messages)
+
     def completion(
         self,
         messages: Sequence[Message],

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jaxrl_llm.agents.drift import drift_of
 from jaxrl_llm.agents.environments import Observation, Step
 from jaxrl_llm.agents.styles import Message, Style
 from jaxrl_llm.agents.tools import Result, Schema, checked, cut_middle, error_text, shares
-from jaxrl_llm.agents.trajectory import StopReason, Turn
+from jaxrl_llm.agents.trajectory import Drift, StopReason, Turn
 from jaxrl_llm.tokenizer import Tokenizer
 
 EngineStop = Literal["stop", "length", "context", "aborted"]
@@ -80,6 +81,11 @@ class Conversation:
         self._num_calls = self._bad_turns = 0
         self._state = ""  # state before the next turn
         self._ending: StopReason | None = None  # why no turn follows the one that was sampled
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call tools."""
+        return bool(self._tools)
 
     @property
     def limit(self) -> int:
@@ -190,6 +196,10 @@ class Conversation:
             self._change(num_cut=int(text != observation))
             observation = text
         return self._append(*self._style.observation(observation, self.response[-1]))
+
+    def drift(self) -> Drift | None:
+        """What rendering and encoding the conversation again would change."""
+        return drift_of(self._style, self.messages, self.prompt, self.response, self.turns)
 
     def waited(self, seconds: float) -> None:
         """Note how long the answer to the last turn took."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 from jaxrl_llm.agents.conversation import Append, Budgets, Conversation, End
+from jaxrl_llm.agents.drift import MEASURED
 from jaxrl_llm.agents.environments import EnvironmentInfo
 from jaxrl_llm.agents.observations import Observations, digest_of
 from jaxrl_llm.agents.sessions import Action, Answer, Calls, Grade, Reset, Say, Value
@@ -456,6 +457,7 @@ class Driver:
                 engine.abort(sequence)
         prompt_ids = conversation.prompt if conversation else sample.prompt.token_ids
         response, mask = _response(conversation, sequence, reason)
+        is_measured = sample.sample < MEASURED and reason not in UNGRADED
         self._finished.append(
             Trajectory(
                 id=id_of(sample),
@@ -473,6 +475,8 @@ class Driver:
                 differs=live.differs,
                 messages=tuple(conversation.messages if conversation else ()),
                 text=conversation.text if conversation else "",
+                has_tools=bool(conversation and conversation.has_tools),
+                drift=conversation.drift() if conversation and is_measured else None,
                 tool_s=live.tool_s,
             )
         )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.agents.trajectory import Trajectory
+from jaxrl_llm.agents.trajectory import Drift, Trajectory
 
 Record = dict[str, Any]  # what metrics need of a trajectory, in JSON's types
 
@@ -27,6 +27,8 @@ def records(trajectories: Sequence[Trajectory]) -> list[Record]:
             "tool_s": t.tool_s,
             "branches": t.num_branches,
             "shortened": t.shortened,
+            "has_tools": t.has_tools,
+            "drift": t.drift,
         }
         for t in trajectories
     ]
@@ -63,8 +65,9 @@ def _of_valid(samples: Sequence[Record]) -> dict[str, float]:
         **_spread("observation_length", [sample["observed"] for sample in samples]),
         **_spread("turn_length", [length for sample in samples for length in sample["turns"]]),
         **_spread("env_s", [sample["tool_s"] for sample in samples]),
-        "tools/call_frequency": len(calls) / len(samples),
     }
+    if any(sample["has_tools"] for sample in samples):
+        result["tools/call_frequency"] = len(calls) / len(samples)
     if calls:
         for name, key in (("failure_frequency", "failed_calls"), ("truncated_frac", "cut")):
             result[f"tools/{name}"] = sum(sample[key] for sample in samples) / len(calls)
@@ -75,8 +78,21 @@ def _of_valid(samples: Sequence[Record]) -> dict[str, float]:
         result["rollout/fork_frac"] = forked / len(samples)
         shortened = sum(sample["shortened"] for sample in samples)
         result["rollout/shortened_frac"] = shortened / len(samples)
+    result |= _drift([Drift(*sample["drift"]) for sample in samples if sample["drift"]])
     rewards = [sample["reward"] for sample in samples if sample["reward"] is not None]
     return result | (_spread("env/reward", rewards) if rewards else {})
+
+
+def _drift(samples: Sequence[Drift]) -> dict[str, float]:
+    if not samples:
+        return {}
+    tokens = [sample.tokens for sample in samples]
+    turns = sum(sample.turns for sample in samples)
+    return {
+        "rollout/drift_frac": sum(sample.drifted for sample in samples) / turns,
+        "rollout/drift_tokens_mean": sum(tokens) / len(tokens),
+        "rollout/drift_tokens_max": float(max(tokens)),
+    }
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -52,6 +52,10 @@ class Style(Protocol):
         """Ids and messages of what an environment answers."""
         ...
 
+    def again(self, messages: Sequence[Message]) -> list[int] | None:
+        """Ids of a whole conversation, encoded again; None where no template writes it."""
+        ...
+
 
 class ChatStyle:
     """A chat template. Raises ValueError where turns cannot be added to it."""
@@ -157,6 +161,13 @@ class ChatStyle:
         messages = observation if isinstance(observation, list) and observation else [text]
         return self._suffix(json.dumps(messages), (), stop), messages
 
+    def again(self, messages: Sequence[Message]) -> list[int] | None:
+        """Ids of a whole conversation; None where the template has no calls of tools.
+
+        Raises: ValueError where the template refuses the conversation.
+        """
+        return None if self._listed else self._tokenizer.encode(self._turns.text(messages))
+
     def _find_suffix(self, messages: str, names: tuple[str, ...], stop: int) -> list[int]:
         return self._turns.suffix(json.loads(messages), calls=names, sampled_stop=stop)
 
@@ -195,6 +206,9 @@ class PlainStyle:
         """The text of an environment as it is."""
         text = _joined(observation)
         return self.encode(text), [{"role": "user", "content": text}]
+
+    def again(self, messages: Sequence[Message]) -> None:
+        """A text has no template."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that does not begin a document; an unknown character becomes a ?."""

@@ -1,7 +1,7 @@
 """The record of one answer of several turns: what the policy sampled, and what it observed."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.agents.call_formats import Call
 
@@ -36,6 +36,14 @@ class Turn:
     tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for what followed
 
 
+class Drift(NamedTuple):
+    """What rendering and encoding a conversation again would change."""
+
+    turns: int
+    drifted: int  # turns whose ids would be others
+    tokens: int  # ids from the first other one on
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One answer. The response is all after the prompt, sampled and observed."""
@@ -57,6 +65,8 @@ class Trajectory:
     text: str = ""  # last turn, without thinking and special tokens
     num_branches: int = 0  # sequences that a program's requests began; one is kept
     shortened: bool = False  # its end did not fit into the row
+    has_tools: bool = False  # the model may call tools
+    drift: Drift | None = None  # None where it was not measured
     tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for tools
 
     @property

@@ -80,6 +80,13 @@ class AlarmsConfig(Record):
     cut_share: Share = Share(threshold=0.5)
     # Share of samples that left the loss, failed or truncated: mean of 5 steps above.
     masked_share: Share = Share(threshold=0.2)
+    # Share of samples whose tools, environment or program failed: mean of 5 steps above.
+    environment_failures: Share = Share(threshold=0.1)
+    # Calls of tools a sample: mean of 10 steps at most.
+    no_tool_calls: Level = Level(threshold=0.0)
+    # Factor by which the mean number of turns grew or shrank within 50 steps, by half a turn at
+    # least.
+    turn_drift: Times = Times(threshold=2.0)
     # Share of repeated 4-grams of a response: mean of 10 steps above.
     repetition: Share = Share(threshold=0.3)
     # Share by which three held-out scores in a row are below the best, while the reward rose.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as c
 from jaxrl_llm.agents.conversation import Budgets
+from jaxrl_llm.agents.drift import MEASURED, drift_of
 from jaxrl_llm.agents.driver import Sample, columns_of, id_of
 from jaxrl_llm.agents.sessions import Answer, Run, Setup
 from jaxrl_llm.agents.setup import gives_rewards
@@ -166,8 +167,12 @@ def _trajectory(
         num_retries=live.retries,
         num_branches=len(session.branches),
     )
-    if branch is None:
+    if branch is None or branch.style is None:
         return whole
+    drift = None
+    if sample.sample < MEASURED and error is None:
+        ids = branch.prompt, branch.response
+        drift = drift_of(branch.style, branch.messages, *ids, branch.turns)
     return replace(
         whole,
         prompt_ids=branch.prompt,
@@ -177,6 +182,8 @@ def _trajectory(
         turns=tuple(branch.turns),
         messages=tuple(branch.messages),
         text=branch.text,
+        has_tools=branch.has_tools,
+        drift=drift,
     )
 
 

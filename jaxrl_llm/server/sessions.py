@@ -58,6 +58,8 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     text: str = ""  # last turn
+    style: ChatStyle | None = None  # style of its turns
+    has_tools: bool = False
     cut: StopReason | None = None  # limit that cut the last turn
     is_open: bool = False  # a request waits for its next turn
     sequence: Sampled | None = None  # its ids in the engine; set by the trainer's thread
@@ -428,7 +430,8 @@ class SessionApplication(Application):
         place = len(turn.messages)
         branch.turns.append(Turn(start=end - number, end=end, message=place, calls=calls))
         branch.text = parsed.content if calls else parsed.text
-        branch.messages = [*turn.messages, message]
+        branch.messages, branch.style = [*turn.messages, message], turn.style
+        branch.has_tools |= bool(tools)
         ends = False
         branch.cut = None
         if choice.finish_reason == "length":

@@ -361,6 +361,19 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
             window=5,
             look_at="the failures in the samples, the reward's server or sandbox, mask_truncated",
         ),
+        "environment_failures": Level(
+            window=5,
+            look_at="env/failures/*, stop/failed and stop/timeout, the failures in the samples",
+        ),
+        "no_tool_calls": Level(
+            side="at most",
+            look_at="samples, the format of calls, a prompt that shows one, rewards without calls",
+        ),
+        "turn_drift": Shift(
+            least=0.5,
+            both=True,
+            look_at="samples, stop/*, rewards that depend on the number of turns",
+        ),
         "repetition": Level(
             look_at="samples, temperature, learning rate",
         ),

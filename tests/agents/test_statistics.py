@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.agents.call_formats import Call
 from jaxrl_llm.agents.statistics import metrics, records
-from jaxrl_llm.agents.trajectory import Trajectory, Turn
+from jaxrl_llm.agents.trajectory import Drift, Trajectory, Turn
 
 
 def trajectory(number, turns, mask, **fields):
@@ -26,9 +26,18 @@ def test_by_hand():
                 ],
                 [1, 1, 0, 0, 0, 1],
                 final_reward=1.0,
+                has_tools=True,
+                drift=Drift(2, 1, 4),
                 tool_s=2.0,
             ),
-            trajectory(1, [Turn(start=0, end=4)], [1] * 4, stop_reason="max_tokens", num_retries=1),
+            trajectory(
+                1,
+                [Turn(start=0, end=4)],
+                [1] * 4,
+                stop_reason="max_tokens",
+                num_retries=1,
+                drift=Drift(1, 0, 0),
+            ),
             trajectory(2, [], [], stop_reason="failed", failure="crash: it died", num_retries=1),
             trajectory(3, [], [], stop_reason="timeout", failure="timeout: late", differs=True),
         ]
@@ -47,6 +56,8 @@ def test_by_hand():
         **{"env_s/mean": 1.0, "env_s/min": 0.0, "env_s/max": 2.0},
         **{"tools/call_frequency": 1.0, "tools/failure_frequency": 0.5},
         **{"tools/truncated_frac": 0.5, "parse/ok": 0.5, "parse/invalid_json": 0.5},
+        **{"rollout/drift_frac": pytest.approx(1 / 3), "rollout/drift_tokens_mean": 2.0},
+        "rollout/drift_tokens_max": 4.0,
         **{"env/reward/mean": 1.5, "env/reward/min": 1.5, "env/reward/max": 1.5},
     }
     assert metrics([]) == {}

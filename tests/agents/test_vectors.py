@@ -2,7 +2,8 @@
 
 import pytest
 import turn_templates as templates
-from turn_vectors import Recorded, recorded
+from turn_tokenizers import open_tokenizer
+from turn_vectors import CHATML, Recorded, recorded
 
 from jaxrl_llm.agents.conversation import Act, Append, Budgets, Conversation, End
 from jaxrl_llm.agents.environments import Step
@@ -19,6 +20,9 @@ CASES = {
     "qwen3_training_two_calls": templates.QWEN3_KEPT,
     "qwen3_think_stripped": templates.QWEN3_KEPT,
 }
+STRIPPING = templates.QWEN3.replace(
+    "m.content.split('</think>')[0] if '</think>' in m.content else ''", "m.reasoning_content or ''"
+)
 OTHER = 10**6  # first of the ids that stand for texts outside of the records
 TAGS = {"<tool_call>": 151657, "</tool_call>": 151658, "<think>": 151667, "</think>": 151668}
 ADD = {
@@ -115,5 +119,29 @@ def test_a_conversation_has_the_recorded_ids(name, tmp_path):
     assert spans == case["sampled_spans"]
     if cut:
         assert act == End("max_turn_tokens")
-    elif is_tool:
+        return
+    if is_tool:
         assert act == End("completed")
+    if name == "smollm2_tool_role":  # the template has no calls
+        assert conversation.drift() is None
+    else:
+        if name == "qwen3_think_stripped":  # rendered again by the template that drops thinking
+            folder = tmp_path / "stripping"
+            folder.mkdir()
+            renderer = open_tokenizer(folder, STRIPPING, CHATML)
+            tokenizer.apply_chat_template = renderer.apply_chat_template
+        check_drift(case, tokenizer, conversation)
+
+
+def check_drift(case, tokenizer, conversation):
+    """The text of the whole conversation is the recorded one, and so is its drift."""
+    recorded_again = case["rerender"]
+    text = tokenizer.decode(recorded_again["ids"], skip_special=False)
+    case["encodings"][text] = recorded_again["ids"]
+    before = len(tokenizer.others)
+    drift = conversation.drift()
+    assert drift is not None and len(tokenizer.others) == before
+    assert drift.tokens == recorded_again["drift_tokens"]
+    shared = recorded_again["common_prefix"]
+    assert drift.drifted == sum(end > shared for _, end in case["sampled_spans"])
+    assert drift.turns == len(case["turns"])

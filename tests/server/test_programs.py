@@ -77,7 +77,7 @@ class Scripted(FakeEngine):
         script = self.scripts[sample_id]
         sequence = Sequence(
             *(script, list(prompt), len(prompt), limit),
-            *([0.0] * len(prompt), [-1] * len(prompt)),
+            [0.0] * len(prompt),
             turn=next(self.numbers[sample_id]),
             keys=(*map(int, seed_key), sample_id),
         )
@@ -387,5 +387,6 @@ def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path):
     for step in steps:
         assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)
         assert 1 < step["num_turns/mean"] <= 2 and step["rollout/fork_frac"] == 0
-        assert 0 <= step["env/masked_frac"] < 1
+        assert 0 <= step["env/masked_frac"] < 1 and "rollout/drift_frac" in step
+        assert "tools/call_frequency" not in step  # the program's requests have no tools
     assert sum(step["env/masked_frac"] for step in steps) > 0

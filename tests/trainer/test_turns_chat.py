@@ -129,6 +129,7 @@ def test_a_chat_model_calls_tools_and_reads_results(tmp_path, given):
     assert answered > 8
     (step,) = [x for x in metrics(tmp_path / "run") if "num_turns/mean" in x]
     assert step["env/masked_frac"] == 0 < step["parse/ok"]
+    assert step["rollout/drift_frac"] > 0  # the encoder makes no token that is a whole call
 
 
 def add(a: int, b: int) -> int:

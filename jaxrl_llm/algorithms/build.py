@@ -151,6 +151,13 @@ def discounted_turns(s: c.DiscountedTurns) -> Algorithm:
     return compose(s, advantage, _clip(s))
 
 
+def mt_grpo(s: c.MTGRPO) -> Algorithm:
+    advantage = Partial(
+        turn_advantages.mt_grpo, turn_weight=s.turn_weight, norm_adv_by_std=s.norm_adv_by_std
+    )
+    return compose(s, advantage, _clip(s))
+
+
 def gigpo(s: c.GiGPO) -> Algorithm:
     advantage = Partial(
         turn_advantages.gigpo,
@@ -291,6 +298,7 @@ ESTIMATORS: dict[str, type[c.Composed]] = {
     "turn_gae": c.TurnPPO,
     "turn_baseline": c.TurnBaseline,
     "discounted_turns": c.DiscountedTurns,
+    "mt_grpo": c.MTGRPO,
     "gigpo": c.GiGPO,
 }
 LOSSES: dict[str, type[c.Composed]] = {
@@ -407,6 +415,7 @@ BUILDERS: dict[type[Any], Callable[[Any], Algorithm | OfflineAlgorithm]] = {
     c.TurnPPO: turn_ppo,
     c.TurnBaseline: turn_baseline,
     c.DiscountedTurns: discounted_turns,
+    c.MTGRPO: mt_grpo,
     c.GiGPO: gigpo,
     c.GSPO: gspo,
     c.CISPO: cispo,

@@ -125,6 +125,40 @@ def discounted_turns(
     return jax.lax.stop_gradient(pair)
 
 
+def mt_grpo(
+    rewards: Float[Array, "B R"],
+    mask: Float[Array, "B R"],
+    group_ids: Int[Array, " B"],
+    turn_ids: Int[Array, "B R"],
+    *,
+    turn_weight: float = 1.0,
+    norm_adv_by_std: bool = True,
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """MT-GRPO: GRPO's advantage of the outcome, and one of each turn before the last.
+
+    A_it = (o_i - mean of o) [/ std] + turn_weight (r_it - mean of r_t) [/ std],  t before the last
+    A_it = (o_i - mean of o) [/ std],                                             t the last turn
+
+    The outcome o_i is the reward of the last turn. The second mean and std are over the group's
+    samples for which turn t is not the last; a turn alone there adds 0. Stds are unbiased, with
+    1e-6. The returns are the advantages.
+
+    Assumes that all samples have the same number of turns, as in the paper. Where the policy
+    decides when to stop it is biased: take `turn_baseline`. Zeng et al. 2025, arXiv:2505.11821.
+    """
+    turns = _turns(turn_ids, mask)
+    rewards_BT, exists_BT = turns.sums(rewards), turns.exists_BT
+    goes_on_BT = jnp.pad(exists_BT[:, 1:], ((0, 0), (0, 1)))
+    outcomes = jnp.sum(jnp.where(exists_BT & ~goes_on_BT, rewards_BT, 0.0), axis=1)
+    everyone = jnp.ones_like(outcomes, bool)
+    outcome = _standardized(outcomes, group_ids, everyone, norm_adv_by_std)
+    groups_BT = jnp.broadcast_to(group_ids[:, None], rewards_BT.shape)
+    numbers_BT = jnp.broadcast_to(jnp.arange(rewards_BT.shape[1]), rewards_BT.shape)
+    step_BT = _among_equals(rewards_BT, (groups_BT, numbers_BT), goes_on_BT, norm_adv_by_std)
+    advantages = turns.on_tokens(outcome[:, None] + turn_weight * step_BT)
+    return jax.lax.stop_gradient((advantages, advantages))
+
+
 def gigpo(
     rewards: Float[Array, "B R"],
     mask: Float[Array, "B R"],

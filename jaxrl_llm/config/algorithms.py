@@ -216,6 +216,13 @@ class DiscountedTurns(Clipped, kind="discounted_turns"):
     norm_adv_by_std: bool = True  # whether advantages are divided by the std of the group's turns
 
 
+class MTGRPO(Clipped, kind="mt_grpo"):
+    """MT-GRPO: GRPO of the outcome, and of each turn before the last. arXiv:2505.11821."""
+
+    turn_weight: NotNegative = 1.0  # weight of the comparison of turns
+    norm_adv_by_std: bool = True  # whether both advantages are divided by a standard deviation
+
+
 class GiGPO(Clipped, kind="gigpo"):
     """GiGPO: GRPO, and turns that begin in equal states are compared. arXiv:2505.10978."""
 
@@ -316,7 +323,7 @@ class Pair(Shared, kind="pair"):
     adv_estimator: Literal[
         "gae", "grpo", "grpo_passk", "gdpo", "rloo", "reinforce_plus_plus",
         "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "optimal_token_baseline",
-        "turn_gae", "turn_baseline", "discounted_turns", "gigpo",
+        "turn_gae", "turn_baseline", "discounted_turns", "mt_grpo", "gigpo",
     ] = "gae"  # fmt: skip
     # Policy loss.
     loss_mode: Literal[

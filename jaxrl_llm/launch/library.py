@@ -47,6 +47,7 @@ def train(
     reward_weights: Sequence[float] = (),
     tools: Sequence[Callable[..., Any] | str] | None = None,
     environment: Any = None,
+    program: Callable[..., Any] | str | None = None,
     train_data: DataRows | None = None,
     val_data: DataRows | None = None,
     callbacks: "Sequence[Callback]" = (),
@@ -62,6 +63,7 @@ def train(
         reward_weights: one weight for each of `rewards`; empty gives each the weight 1.
         tools: functions or paths that replace config.rollout.tools: docs/agents.md.
         environment: a class, a path, a record or a list; it replaces config.rollout.environment.
+        program: an async function, or what config.rollout.program takes, which it replaces.
         train_data: rows that replace all data of the config, held-out data too.
         val_data: rows that replace the held-out data of the config.
         callbacks: functions of a `StepReport`, called after each step on the main process.
@@ -80,6 +82,8 @@ def train(
         config = apply_overrides(config, {"rollout.tools": [*tools]})
     if environment is not None:
         config = apply_overrides(config, {"rollout.environment": environment})
+    if program is not None:
+        config = apply_overrides(config, {"rollout.program": program})
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
     with started(config, num_cpu_devices=num_cpu_devices) as config:
         from jaxrl_llm.trainer.loop import train

@@ -47,6 +47,22 @@ def test_discounted_turns_by_hand(checked):
     np.testing.assert_allclose(found, on_tokens(-2 / 3, -2 / 3, 4 / 3), atol=1e-6)
 
 
+def test_mt_grpo_by_hand(checked):
+    """Turns 1 and 2, 3 and 0, 4: outcomes 2, 0, 4 have the mean 2, and 1 and 3 are first turns."""
+    mask = np.float32([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 0, 0]])
+    turns = np.int32([[0, 0, 9, 1], [0, 9, 1, 1], [0, 0, 5, 5]])
+    rewards = np.float32([[0, 1, NAN, 2], [3, NAN, 0, 0], [1, 3, 9, NAN]])
+    arrays = rewards, mask, np.int32([3, 3, 3]), turns
+    fn = partial(turn_advantages.mt_grpo, turn_weight=0.5, norm_adv_by_std=False)
+    found, _ = compiled(checked(fn), *arrays)
+    expected = np.float32([[-0.5, -0.5, 0, 0], [-2 + 0.5, 0, -2, -2], [2, 2, 0, 0]])
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    found, _ = compiled(turn_advantages.mt_grpo, *arrays)  # stds 2 and sqrt(2)
+    half = np.sqrt(0.5)
+    expected = np.float32([[-half, -half, 0, 0], [-1 + half, 0, -1, -1], [1, 1, 0, 0]])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_gigpo_by_hand(checked):
     """Responses have 3 and 4, so -0.5 and 0.5. In state 7 G is 2 and 4, so -1 and 1; 8 is alone."""
     fn = partial(turn_advantages.gigpo, gamma=0.5, step_weight=0.5, norm_adv_by_std=False)
@@ -102,10 +118,12 @@ def test_one_turn_a_response_is_rloo_and_grpo():
         "rloo": compiled(turn_advantages.turn_baseline, *arrays, turns)[0],
         "grpo": compiled(turn_advantages.discounted_turns, *arrays, turns)[0],
         "states seen once": compiled(turn_advantages.gigpo, *arrays, turns, alone)[0],
+        "the outcome alone": compiled(turn_advantages.mt_grpo, *arrays, turns)[0],
     }
     np.testing.assert_allclose(found["rloo"], rloo, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["grpo"], grpo, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["states seen once"], grpo, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["the outcome alone"], grpo, rtol=1e-5, atol=1e-6)
 
 
 def test_gigpo_against_a_loop():

@@ -78,7 +78,7 @@ def test_there_is_no_algorithm_that_is_not_tested():
     # Algorithms of tests/trainer/test_composed.py, which need a teacher or keep samples.
     others = {"rejection_sampling", "distillation", "distillation_top_k"}
     # Algorithms of tests/plan/test_turn_credit.py.
-    others |= {"turn_ppo", "turn_baseline", "discounted_turns", "gigpo"}
+    others |= {"turn_ppo", "turn_baseline", "discounted_turns", "mt_grpo", "gigpo"}
     assert online - others == ALIASES.keys()
 
 

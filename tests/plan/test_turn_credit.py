@@ -31,7 +31,7 @@ class Turns(Stage):
 def turns() -> Stage:
     return Turns()
 """
-NAMES = ("turn_gae", "turn_baseline", "discounted_turns", "gigpo")
+NAMES = ("turn_gae", "turn_baseline", "discounted_turns", "mt_grpo", "gigpo")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -325,23 +325,6 @@ def test_a_command(tmp_path):
         rl.load_config("grpo", {"rollout.program": line, "reward.functions": []})
 
 
-TRAINED = (
-    BEGIN
-    + """
-def agent(row, base_url, api_key):
-    messages = list(row["prompt"])
-    if row["seed"] % 3 == 0:  # the prompts of a group differ
-        messages[0] = {"role": "user", "content": messages[0]["content"] + "!"}
-    answer = ask(base_url, api_key, messages, max_tokens=6).content
-    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "more"}]
-    second = ask(base_url, api_key, messages).content
-    if row["seed"] % 5 == 0:
-        raise ValueError("it fails")
-    return float(len(answer + second))
-"""
-)
-
-
 def test_without_the_extra_a_run_ends_at_its_start(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(rl.ConfigError, match=r"program needs .*pip install starlette uvicorn"):
@@ -370,17 +353,32 @@ def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path):
         tmp_path / "model", tiny_config(vocab_size=104, max_position_embeddings=128)
     )
     write_chat_tokenizer(folder)
-    file = tmp_path / "agent.py"
-    file.write_text(TRAINED)
+
+    async def agent(row, base_url, api_key):
+        import openai
+
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        messages, answers = list(row["prompt"]), []
+        if row["seed"] % 3 == 0:  # the prompts of a group differ
+            messages[0] = {"role": "user", "content": messages[0]["content"] + "!"}
+        for options in ({"max_tokens": 6}, {}):
+            reply = await client.chat.completions.create(model="m", messages=messages, **options)
+            answers.append(reply.choices[0].message.content)
+            messages.append({"role": "assistant", "content": answers[-1]})
+            messages.append({"role": "user", "content": "more"})
+        if row["seed"] % 5 == 0:
+            raise ValueError("it fails")
+        return float(len("".join(answers)))
+
     config = rl.load_config("grpo", {
-        "actor": {"path": str(folder)}, "rollout.program": f"{file}:agent", "total_steps": 2,
+        "actor": {"path": str(folder)}, "total_steps": 2,
         "run_dir": str(tmp_path / "run"), "data.max_response_length": 64,
         "data.max_prompt_length": 40, "data.train_batch_size": 4, "actor.ppo_mini_batch_size": 4,
-        "rollout.n": 4, "reward.functions": [], "warmup": None, "validation.every": 2,
+        "rollout.n": 4, "warmup": None, "validation.every": 2,
         "validation.before_train": False, "validation.grader": None, "validation.graders": [],
     })  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
-    rl.train(config, train_data=rows, val_data=rows[:2])
+    rl.train(config, program=agent, rewards=[], train_data=rows, val_data=rows[:2])
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "num_turns/mean" in line]
     assert len(steps) == 2

@@ -113,8 +113,7 @@ def serve(argv: list[str]) -> int:
     key = flags.api_key or os.environ.get("JAXRL_API_KEY", "")
     settings = read_settings(ServerSettings, values | {"api_key": key}, "--")
     if not all(map(find_spec, SERVER)):
-        needs = f"a server needs {' and '.join(SERVER)}"
-        raise ConfigError(f"{needs}: pip install {' '.join(SERVER)}")
+        raise ConfigError(f"a server needs more packages: pip install {' '.join(SERVER)}")
     from jaxrl_llm.server.listening import open_socket
 
     open_socket(settings).close()  # before the model is opened

@@ -1,6 +1,6 @@
 """The stored results: docs/results.jsonl, and docs/history/figures.jsonl. No jax.
 
-python scripts/benchmarks/ledger.py           writes docs/benchmarks.md and docs/figures/speed.svg
+python scripts/benchmarks/ledger.py           writes docs/benchmarks.md and the figures of README
 python scripts/benchmarks/ledger.py ID        prints every row of results.jsonl with this id
 python scripts/benchmarks/ledger.py history WORD   prints the sections of figures.jsonl with WORD
 
@@ -19,11 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # started as a script: its own folder is on the path, not scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.figures import bars, learning  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results.jsonl"
 HISTORY = ROOT / "docs" / "history" / "figures.jsonl"
 PAGE = ROOT / "docs" / "benchmarks.md"
-SPEED_FIGURE = ROOT / "docs" / "figures" / "speed.svg"
+FIGURES = ROOT / "docs" / "figures"
 
 Row = dict[str, Any]
 Results = dict[str, list[Row]]
@@ -67,11 +72,12 @@ OTHER_ATTENTION = {
 }
 # Bars of the figure.
 SPEED = {
-    "gen-1.5b-mix": "generation, 1.5B, RL length mix",
-    "gen-7b-mix": "generation, 7B, RL length mix",
-    "update-1.5b": "training update, 1.5B",
-    "update-7b": "training update, 7B",
-    "grpo-1.5b": "GRPO step, 1.5B",
+    "update-7b": "update of all weights, 7B",
+    "packed-d128-fwdbwd": "attention on packed rows, with gradient",
+    "attention-d128-16x1024-fwdbwd": "attention, 16 × 1,024, with gradient",
+    "attention-d128-1x32768-fwdbwd": "attention, 1 × 32,768, with gradient",
+    "decode-1.5b-256": "decode attention, 256 slots",
+    "grouped-30b-dx": "experts of 30B-A3B, gradient of inputs",
 }
 
 
@@ -237,28 +243,13 @@ def _number(value: float) -> str:
 
 
 def speed(results: Results) -> str:
-    """A bar for each current ratio of SPEED, on white so that it can be read on a dark page."""
-
-    def text(x: float, y: float, words: str, anchor: str = "start", size: int = 12) -> str:
-        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-        return f'<text {place} font-size="{size}" fill="#222">{words}</text>'
-
-    scale, left, step = 90.0, 240, 34  # pixels: a ratio of 1, the first bar's left, a bar
-    height = 42 + step * len(SPEED)
-    shapes = [text(10, 22, "Speed on one H200, baseline = 1", size=14)]
-    for i, (name, words) in enumerate(SPEED.items()):
-        row, y = results[name][-1], 38 + step * i
-        width = scale * ratio(row)
-        bar = f'<rect x="{left}" y="{y}" width="{width:.1f}" height="20" fill="#1f77b4"/>'
-        shapes += [text(left - 8, y + 15, words, "end"), bar]
-        against = f"{ratio(row):.2f} × {row['baseline']} ({row['compared']})"
-        shapes.append(text(left + width + 6, y + 15, against))
-    one = f"{left + scale:.1f},32.0 {left + scale:.1f},{height - 12:.1f}"
-    shapes.append(f'<polyline points="{one}" fill="none" stroke="#222" stroke-width="1"/>')
-    svg = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif"'
-    size = f'viewBox="0 0 960 {height}" width="960"'
-    white = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([f"<svg {svg} {size}>", white, *shapes, "</svg>"]) + "\n"
+    """A bar for each current ratio of SPEED, where one run measured both sides."""
+    rows = []
+    for name, words in SPEED.items():
+        row = results[name][-1]
+        assert row["compared"] == "same run", f"{name} compares a {row['compared']}"
+        rows.append((f"{words}, {row['hardware'][4:].split()[0]}", ratio(row), row["baseline"]))
+    return bars("Speed on one GPU, both sides measured in the same run; the baseline is 1", rows)
 
 
 # ------------------------------------------------------------------------- what was stored
@@ -288,6 +279,15 @@ def history(word: str) -> list[str]:
     return lines
 
 
+def pages(results: Results) -> dict[Path, str]:
+    """The text of each file that is made of stored results."""
+    return {
+        PAGE: page(results),
+        FIGURES / "speed.svg": speed(results),
+        FIGURES / "learning.svg": learning(),
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the page and the figure, or print what is stored."""
     results = read_results()
@@ -296,8 +296,8 @@ def main(argv: Sequence[str]) -> int:
     elif argv:
         print("\n".join(stored_rows(results[argv[0]])))
     else:
-        PAGE.write_text(page(results))
-        SPEED_FIGURE.write_text(speed(results))
+        for file, made in pages(results).items():
+            file.write_text(made)
     return 0
 
 

@@ -101,7 +101,7 @@ def functions(c: Config) -> Faults:
 def server(c: Config) -> Faults:
     """A program asks a server, whose packages are an extra."""
     if c.rollout.program is not None and not all(map(importlib.util.find_spec, SERVER)):
-        needs = f"a program needs {' and '.join(SERVER)}"
+        needs = "a program needs more packages"
         yield f"<rollout.program>: {needs}: pip install {' '.join(SERVER)}"
 
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MOST_DIGESTED = 100_000  # rows; of more, so many at equal distances
+MOST_DIGESTED = 100_000  # rows, or numbers of an array; of more, so many at equal distances
 
 
 def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -25,6 +25,29 @@ def rows_digest(rows: Sequence[Mapping[str, Any]]) -> str:
         text = json.dumps(dict(row), sort_keys=True, default=_typed)
         digest.update(text.encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def params_digest(tree: Mapping[str, Any]) -> tuple[int, str]:
+    """The number of arrays in nested dicts, and 8 hex digits of them; of large ones, of a part."""
+    import numpy as np
+
+    digest, count = hashlib.blake2b(digest_size=4), 0
+
+    def add(path: str, value: Any) -> None:
+        nonlocal count
+        if isinstance(value, Mapping):
+            for name in sorted(value):
+                add(f"{path}.{name}", value[name])
+            return
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise ValueError(f"{path[1:]} is of type {type(value).__name__}, not an array")
+        count += 1
+        step = -(-int(np.prod(value.shape)) // MOST_DIGESTED) or 1
+        digest.update(f"{path} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(np.asarray(value.reshape(-1)[::step]).tobytes())
+
+    add("", tree)
+    return count, digest.hexdigest()
 
 
 def _typed(value: Any) -> str:

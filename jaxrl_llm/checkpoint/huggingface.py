@@ -146,47 +146,103 @@ def import_params(
         head = next((stored[name] for name in stored if name.endswith(HEAD)), None)
         _check_tied(directory, stored[table], head)
 
-    target = float_dtype(spec.dtype)
-    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = spec.trees[0]  # read, not copied
-
-    def place(path: tuple[str, ...], value: np.ndarray) -> None:
-        def at(path: tuple[str, ...]) -> jax.sharding.Sharding:
-            return one_device if shardings is None else _get(shardings, path)
-
-        own, module = names[path].parts[0].dtype, _get(abstract, path[:-1])
-        if module[path[-1]].dtype == np.float32 and spec.dtype != "float32":
-            own = "float32"  # in every model
-        kernel = _place(value, at(path), float_dtype(own) if own else target)
-        if is_frozen(module) and path[-1] == KERNEL:
-            scale = (*path[:-1], SCALE)
-            frozen = freeze(kernel, inputs_of(module), at(path), at(scale))
-            _put(params, scale, frozen.scale)
-            kernel = frozen.values
-        _put(params, path, kernel)
-
-    params: Params = {}
-    # Parts of parameters that lie in several tensors, one for each expert.
-    read: dict[tuple[str, ...], dict[int, Any]] = {}
-
-    def take(part: StoredPart, value: np.ndarray) -> None:
-        read.setdefault(part.path, {})[part.index] = part.tensor.to_ours(value)
-        ours = names[part.path]
-        if len(read[part.path]) == len(ours.parts):
-            parts = read.pop(part.path)
-            place(part.path, ours.joined([parts[i] for i in range(len(parts))]))
-
+    placing = _Placing(spec, names, shardings)
     packed = [stored[name] for name in wanted if stored[name].dtype == MXFP4]
     plain = [stored[name] for name in wanted if stored[name].dtype != MXFP4]
     for name, value in itertools.chain(read_tensors(plain), read_packed(packed, in_files)):
-        for part in wanted[name]:
-            take(part, value)
+        placing.take(wanted[name], value)
         del value  # before the next one is read
-    for path, tensor in names.items():
-        if tensor.name not in wanted:
-            place(path, np.zeros(tensor.our_shape, target))
-    # The order of `spec.params`, so that the two trees print and iterate in the same order.
-    return jax.tree.map(lambda _, value: value, abstract, params)
+    return placing.params()
+
+
+def placed_params(tree: Mapping[str, Any], spec: ModelSpec, shardings: Any = None) -> Params:
+    """Parameters of `spec` from arrays of a program, copied: nested as ours, or by their names.
+
+    Raises: ValueError for arrays that are missing, unexpected or misshapen.
+    """
+    names = hf_names(spec.config, spec.kind)
+    placing = _Placing(spec, names, shardings)
+    is_ours = any(isinstance(value, Mapping) for value in tree.values())
+    given: dict[str, Any] = _flat(tree) if is_ours else dict(tree)
+    wanted: dict[str, Any] = {".".join(path): path for path in names}
+    if not is_ours:
+        wanted = dict(stored_parts(names))
+        given = {k: x for k, x in given.items() if not ignored_tensor(spec.config, spec.kind, k)}
+    made = {name for name in wanted if spec.kind == "scalar" and name.startswith("score.")}
+    missing = [name for name in wanted if name not in given and name not in made]
+    unexpected = [name for name in given if name not in wanted]
+    if missing or unexpected:
+        raise ValueError(
+            f"params are of another model than the config's {spec.config.family} {spec.kind}: "
+            f"missing are {_some(missing) or 'none'}, unexpected {_some(unexpected) or 'none'}"
+        )
+    for name, value in given.items():
+        array = np.array(value)  # a copy: a run consumes its weights
+        if not is_ours:
+            placing.take(wanted[name], array)
+            continue
+        shape = names[wanted[name]].our_shape
+        if array.shape != shape:
+            raise ValueError(f"params: {name} has shape {array.shape}, and the model's is {shape}")
+        placing.place(wanted[name], array)
+    return placing.params()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The arrays of nested dicts, by their dotted path."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        more = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{name}.") if more else {f"{prefix}{name}": value}
+    return flat
+
+
+class _Placing:
+    """Parameters of a model as they are placed, one by one."""
+
+    def __init__(self, spec: ModelSpec, names: Names, shardings: Any) -> None:
+        self._spec, self._names, self._shardings = spec, names, shardings
+        self._abstract = spec.trees[0]  # read, not copied
+        self._params: Params = {}
+        # Parts of parameters that lie in several tensors, one for each expert.
+        self._read: dict[tuple[str, ...], dict[int, Any]] = {}
+
+    def place(self, path: tuple[str, ...], value: np.ndarray) -> None:
+        """One parameter, in our layout."""
+        spec = self._spec
+        own, module = self._names[path].parts[0].dtype, _get(self._abstract, path[:-1])
+        if module[path[-1]].dtype == np.float32 and spec.dtype != "float32":
+            own = "float32"  # in every model
+        kernel = _place(value, self._at(path), float_dtype(own or spec.dtype))
+        if is_frozen(module) and path[-1] == KERNEL:
+            scale = (*path[:-1], SCALE)
+            frozen = freeze(kernel, inputs_of(module), self._at(path), self._at(scale))
+            _put(self._params, scale, frozen.scale)
+            kernel = frozen.values
+        _put(self._params, path, kernel)
+
+    def take(self, parts: Sequence[StoredPart], value: np.ndarray) -> None:
+        """One tensor of theirs, with these parts of our parameters."""
+        for part in parts:
+            read = self._read.setdefault(part.path, {})
+            read[part.index] = part.tensor.to_ours(value)
+            ours = self._names[part.path]
+            if len(read) == len(ours.parts):
+                del self._read[part.path]
+                self.place(part.path, ours.joined([read[i] for i in range(len(read))]))
+
+    def params(self) -> Params:
+        """All parameters; a head that no tensor has is zeros."""
+        for path, tensor in self._names.items():
+            if not _has(self._params, path):
+                self.place(path, np.zeros(tensor.our_shape, float_dtype(self._spec.dtype)))
+        # The order of `spec.params`, so that the two trees print and iterate in the same order.
+        return jax.tree.map(lambda _, value: value, self._abstract, self._params)
+
+    def _at(self, path: tuple[str, ...]) -> jax.sharding.Sharding:
+        if self._shardings is None:
+            return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return _get(self._shardings, path)
 
 
 def check_weights(directory: str | Path, spec: ModelSpec) -> None:
@@ -482,6 +538,14 @@ def _get(tree: Any, path: Sequence[str]) -> Any:
     for part in path:
         tree = tree[part]
     return tree
+
+
+def _has(tree: Any, path: Sequence[str]) -> bool:
+    for part in path:
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _put(tree: Params, path: Sequence[str], value: Any) -> None:

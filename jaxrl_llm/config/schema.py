@@ -42,7 +42,7 @@ from jaxrl_llm.typed_records.bounds import (
     guess,
     tested,
 )
-from jaxrl_llm.typed_records.python_objects import Rows
+from jaxrl_llm.typed_records.python_objects import Params, Rows
 from jaxrl_llm.typed_records.record import Record, records_in, validate
 
 DType = Literal["float32", "bfloat16"]
@@ -259,6 +259,8 @@ class AdaptedSettings(ModelSettings):
 class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
+    # Weights of a Python program, in place of the weights at `path`: docs/jax-users.md.
+    params: Params = None
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_mini_batch_size: Count = 128  # prompts per optimizer step
     ppo_epochs: Count = 1  # passes over the samples of an iteration

@@ -58,7 +58,7 @@ KINDS: tuple[tuple[str, str, tuple[type[Kind], ...]], ...] = (
     ("Tasks", "data.train_tasks.0", TASKS),
     ("Priorities", "data.priority", PRIORITIES),
 )
-GIVEN = ("data.train_rows", "data.val_rows")  # objects of a Python program
+GIVEN = ("data.train_rows", "data.val_rows", "actor.params")  # objects of a Python program
 PAGE = """# The config
 
 Every key with its type, its default and its meaning. This page is generated: \

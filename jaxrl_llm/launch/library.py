@@ -50,6 +50,7 @@ def train(
     program: Callable[..., Any] | str | None = None,
     train_data: DataRows | None = None,
     val_data: DataRows | None = None,
+    params: Mapping[str, Any] | None = None,
     callbacks: "Sequence[Callback]" = (),
     num_cpu_devices: int = 0,
     end_process: Callable[[int], None] | None = None,
@@ -66,11 +67,13 @@ def train(
         program: an async function, or what config.rollout.program takes, which it replaces.
         train_data: rows that replace all data of the config, held-out data too.
         val_data: rows that replace the held-out data of the config.
+        params: weights of the actor, in place of those at config.actor.path: nested dicts of
+            arrays as a checkpoint has them, or a dict by Hugging Face's names. They are copied.
         callbacks: functions of a `StepReport`, called after each step on the main process.
         num_cpu_devices: split the CPU into this number of devices, to try a mesh; 0 does not split.
         end_process: pass `os._exit` to let the watchdog end a process whose step hangs.
 
-    Requires: at a resume, the same functions and rows. Changed ones are refused.
+    Requires: at a resume, the same functions, rows and weights. Changed ones are refused.
     Guarantees: on Ctrl-C, and when a callback stops it, the run saves a checkpoint and returns.
     Raises: ConfigError for settings that cannot work, before a device is touched.
     """
@@ -84,6 +87,8 @@ def train(
         config = apply_overrides(config, {"rollout.environment": environment})
     if program is not None:
         config = apply_overrides(config, {"rollout.program": program})
+    if params is not None:
+        config = apply_overrides(config, {"actor.params": params})
     config = _with_objects(config, rewards, reward_weights, train_data, val_data)
     with started(config, num_cpu_devices=num_cpu_devices) as config:
         from jaxrl_llm.trainer.loop import train

@@ -8,6 +8,7 @@ import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -47,6 +48,7 @@ class ModelSource:
     config: ModelConfig
     directory: Path | None = None  # folder of Hugging Face files, or `huggingface` of checkpoints
     checkpoint: Path | None = None  # a global_step_N folder of ours
+    params: Any = None  # weights of a Python program, in place of the folder's
     image_model: str = ""  # the image model whose language half it is: a folder, or a name on a hub
 
 
@@ -60,6 +62,8 @@ def find_model(
     checkpoint of another model than its files describe.
     """
     source = _described_model(settings, tokenizer, context=context)
+    if getattr(settings, "params", None) is not None:
+        source = replace(source, params=settings.params.tree)  # pyright: ignore[reportAttributeAccessIssue]
     if getattr(settings, "head_dtype", "") != "float32":
         return source
     return replace(source, config=replace(source.config, float32_head=True))

@@ -229,7 +229,8 @@ class Plan:
             return {}
         learners = {BASE: self.learner.name, CRITIC_BASE: "critic"}
         sources = {base: self.sources.get(learners[base]) for base in self.bases}
-        return {base: source for base, source in sources.items() if source is not None}
+        kept = {base: source for base, source in sources.items() if source is not None}
+        return {base: source for base, source in kept.items() if source.params is None}
 
     @property
     def num_devices(self) -> int:

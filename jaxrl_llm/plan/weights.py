@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.checkpoint import digests
-from jaxrl_llm.checkpoint.huggingface import check_weights, import_params
+from jaxrl_llm.checkpoint.huggingface import check_weights, import_params, placed_params
 from jaxrl_llm.checkpoint.peft import (
     BASE_BITS,
     BASE_FORM,
@@ -43,6 +43,10 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
 
     Raises: ValueError when weights are NaN, infinite or beyond use; it names the parameter.
     """
+    if source.params is not None:
+        params = placed_params(source.params, role.spec, role.param_shardings)
+        check_loaded(params, "config.actor.params")
+        return params
     if source.directory is None:
         return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
     if source.checkpoint is None:
@@ -57,7 +61,8 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
 
 def check_stored(role: Role, source: ModelSource | None, config: Config) -> None:
     """ValueError where the files of a role have other weights or adapters. Reads headers only."""
-    if source is not None and source.directory is not None and source.checkpoint is None:
+    in_folder = source is not None and source.checkpoint is None and source.params is None
+    if source is not None and source.directory is not None and in_folder:
         check_weights(source.directory, role.spec)
     settings = config.critic if role.name == "critic" else config.actor
     if role.base and settings.lora.path:

@@ -9,7 +9,7 @@ from jaxrl_llm.references import nearest
 from jaxrl_llm.typed_records.bounds import Text
 from jaxrl_llm.typed_records.messages import ConfigError, UnknownKeyError, explain
 from jaxrl_llm.typed_records.other_words import answer
-from jaxrl_llm.typed_records.python_objects import GivenRows
+from jaxrl_llm.typed_records.python_objects import GivenParams, GivenRows
 from jaxrl_llm.typed_records.record import Custom, Kind, Record, classes_in, fields_of, validate
 from jaxrl_llm.typed_records.tree import key_that_ends_in
 
@@ -66,8 +66,8 @@ def _is_only_entry(text: Any, annotation: Any) -> bool:
 def _default(annotation: Any, key: str) -> Any:
     """The record that a key below None begins with: --config.warmup.steps=5 asks for a warm-up."""
     for cls in classes_in(annotation):
-        if cls is GivenRows:
-            raise ConfigError(f"{key} holds rows of a Python program; name files or tasks instead")
+        if cls in (GivenRows, GivenParams):
+            raise ConfigError(f"{key} holds an object of a Python program; name files instead")
         if issubclass(cls, Kind):
             raise ConfigError(f"{key} is not set: name its kind first, {key}=NAME")
         if issubclass(cls, Record):

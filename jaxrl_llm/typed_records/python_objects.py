@@ -1,4 +1,4 @@
-"""Objects of a Python program in a config: functions and rows, which a file cannot hold.
+"""Objects of a Python program in a config, which a file cannot hold: functions, rows, weights.
 
 The config holds the object. Its JSON holds a name and a digest, so that a run that goes on is given
 the same object. Both records are made by the field that takes them.
@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from jaxrl_llm.object_digests import function_digest, rows_digest, source_object
+from jaxrl_llm.object_digests import function_digest, params_digest, rows_digest, source_object
 from jaxrl_llm.typed_records.bounds import Count, none_word
 from jaxrl_llm.typed_records.record import Custom, Record
 
-__all__ = ["Given", "GivenRows"]
+__all__ = ["Given", "GivenParams", "GivenRows"]
 
 WANTED = "expected a list of dicts, one a row, or a datasets.Dataset"
 
@@ -80,3 +80,26 @@ def _as_rows(value: Any) -> Any:
 
 
 Rows = Annotated[GivenRows | None, BeforeValidator(_as_rows)]
+
+
+class GivenParams(Record):
+    """Weights of a Python program: our nested dicts of arrays, or Hugging Face's names."""
+
+    num_arrays: Count
+    digest: str
+    tree: Any = Field(default=None, exclude=True, repr=False)
+
+
+def _as_params(value: Any) -> Any:
+    """Weights as their record; others as they are."""
+    value = none_word(value)
+    of_file = isinstance(value, Mapping) and isinstance(value.get("digest"), str)
+    if value is None or isinstance(value, GivenParams | str) or of_file:
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError("expected nested dicts of arrays, or a dict of arrays by tensor name")
+    number, digest = params_digest(value)
+    return GivenParams(num_arrays=number, digest=digest, tree=value)
+
+
+Params = Annotated[GivenParams | None, BeforeValidator(_as_params)]

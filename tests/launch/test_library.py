@@ -4,6 +4,7 @@ import json
 import linecache
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -223,6 +224,87 @@ def test_rows_of_grain():
         for made in (rl.load_config("grpo", changes | {"data.train_rows": x}) for x in (data, ROWS))
     )
     assert [x.token_ids for x in of_grain] == [x.token_ids for x in of_list] != []
+
+
+def measured(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that no clock decides."""
+    clocks = ("timing", "perf/", "throughput")
+    rows = read_jsonl(folder / "run" / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def test_weights_of_a_program(tmp_path):
+    """The same run from our layout and from Hugging Face's names; a resume wants the same."""
+    import jax
+    import numpy as np
+
+    from jaxrl_llm.models.base import init_params, model_spec
+    from jaxrl_llm.models.families import config_from_hf, hf_names
+
+    settings = config(tmp_path).actor.hf_config | {"vocab_size": CharTokenizer().vocab_size}
+    spec = model_spec(config_from_hf(settings))
+    ours = init_params(spec, jax.random.key(3))
+    leaves = {tuple(k.key for k in path): x for path, x in jax.tree.leaves_with_path(ours)}
+    names = hf_names(spec.config, "causal_lm")
+    theirs = {t.name: np.asarray(t.to_hf(leaves[path])) for path, t in names.items()}
+    for name, params in {"ours": ours, "theirs": theirs, "none": None}.items():
+        run = config(tmp_path / name, total_steps=1, save_every=1, reward=EXACT)
+        rl.train(run, train_data=ROWS, params=params)
+    assert measured(tmp_path / "ours") == measured(tmp_path / "theirs")
+    assert measured(tmp_path / "ours") != measured(tmp_path / "none")
+    assert all(not x.is_deleted() for x in jax.tree.leaves(ours))
+
+    more = config(tmp_path / "ours", total_steps=2, save_every=1, reward=EXACT)
+    other = jax.tree.map(lambda x: x * 2, ours)
+    for wrong in (other, None):
+        with pytest.raises(rl.ConfigError, match="actor.params"):
+            rl.train(more, train_data=ROWS, params=wrong)
+    with pytest.raises(rl.ConfigError, match=r"rl.train\(config, params=weights\) gives them"):
+        rl.load_config(tmp_path / "ours" / "run" / "config.json", {"data.train_rows": ROWS})
+    assert rl.train(more, train_data=ROWS, params=ours).step == 2
+    with pytest.raises(ValueError, match="missing are 'model.norm.weight', unexpected 'x'"):
+        theirs["x"] = theirs.pop("model.norm.weight")
+        rl.train(config(tmp_path / "wrong", reward=EXACT), train_data=ROWS, params=theirs)
+
+
+GRAIN = """
+import os, signal, sys
+import grain
+from pathlib import Path
+import jaxrl_llm as rl
+from test_library import EXACT, ROWS, config
+
+def kill(report):
+    if report.step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+data = grain.MapDataset.source(ROWS).shuffle(seed=1).map(dict).to_iter_dataset()
+if __name__ == "__main__":
+    run = config(Path(sys.argv[1]), save_every=2, reward=EXACT)
+    rl.train(run, train_data=data, callbacks=[kill])
+"""
+
+
+@pytest.mark.ci
+def test_a_killed_run_on_rows_of_grain_goes_on(tmp_path, monkeypatch):
+    """One over a MapDataset that nobody kills has the same bits as one over its IterDataset."""
+    grain = pytest.importorskip("grain")
+    data = grain.MapDataset.source(ROWS).shuffle(seed=1).map(dict)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    rl.train(config(whole, save_every=2, reward=EXACT), train_data=data)
+    (tmp_path / "mine.py").write_text(GRAIN)
+    paths = os.pathsep.join([str(ROOT / "tests"), str(Path(__file__).parent)])
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "mine.py"), str(killed)],
+        env=os.environ | {"PYTHONPATH": paths, "JAX_NUM_CPU_DEVICES": "8"},
+        timeout=300,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    run = config(killed, save_every=2, reward=EXACT)
+    with pytest.raises(rl.ConfigError, match="data.train_rows.digest"):
+        rl.train(run, train_data=data.shuffle(seed=2))
+    assert rl.train(run, train_data=data.to_iter_dataset()).step == 4
+    assert measured(killed) == measured(whole)
 
 
 def test_a_callback_may_change_the_working_directory(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from jaxrl_llm.config.schema import (
 )
 from jaxrl_llm.data_files import check_files
 from jaxrl_llm.references import check_path, is_file, is_folder, is_hub_name, nearest, nearest_file
-from jaxrl_llm.typed_records.python_objects import Given, GivenRows
+from jaxrl_llm.typed_records.python_objects import Given, GivenParams, GivenRows
 from jaxrl_llm.typed_records.record import Custom
 from jaxrl_llm.typed_records.tree import every, value_at
 
@@ -34,12 +34,16 @@ ADAPTED = {name: name.replace("_", "-") for name in NAMES}
 
 
 def rows(c: Config) -> Faults:
-    """Rows are there, of files and of a program. With a class for the data, it reads files."""
+    """Rows and weights are there. With a class for the data, it reads the files."""
     for key, rows in every(c, GivenRows):
         if rows.rows is None:
             works = f"rl.train(config, {key[5:].replace('rows', 'data')}=rows)"
             why = f"the {rows.num_rows} rows of a Python program are not in this file"
             yield f"<{key}>: {why}: {works} gives them"
+    for key, params in every(c, GivenParams):
+        if params.tree is None:
+            why = f"the {params.num_arrays} arrays of a Python program are not in this file"
+            yield f"<{key}>: {why}: rl.train(config, params=weights) gives them"
     keys = [] if c.data.dataset_class else ["data.train_files", "data.val_files"]
     keys += [f"{key}.files" for key, _ in every(c, SupervisedConfig)]
     for key in keys:

@@ -165,9 +165,11 @@ def _rollout(work: Work, devices: Devices, own: Devices) -> tuple[float, float]:
     """Bytes that the rollout keeps on a device, and the seconds in which they come each step."""
     model = work.actor
     dtype = work.config.rollout.dtype or model.settings.dtype
-    size = stored_parameters(model) * BYTES[dtype] / own.tensor("generate")
+    size = moved = stored_parameters(model) * BYTES[dtype] / own.tensor("generate")
+    if model.adapters:  # the base, and a merged copy
+        size, moved = 2 * size, float(model.adapters * BYTES["float32"])
     same_host = devices.count + own.count <= devices.per_host
-    return size, size / (own.rates.link if same_host else own.rates.network)
+    return size, moved / (own.rates.link if same_host else own.rates.network)
 
 
 def placed(work: Work, config: Config, devices: Devices) -> Estimate:

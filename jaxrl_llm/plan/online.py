@@ -151,7 +151,10 @@ class _Planner:
             sampler = rollout_role(roles["actor"], role_meshes[ROLLOUT_ROLE], config.mesh)
             spec, places = sampler.spec, sampler.param_shardings
             dtype = rollout_dtype(config)
-            follower = Follower(ROLLOUT_ROLE, "actor", dtype, spec=spec, shardings=places)
+            base = roles["actor"].base
+            follower = Follower(
+                ROLLOUT_ROLE, "actor", dtype, spec=spec, shardings=places, base=base
+            )
             followers.append(follower)
         stages = OnlineStages(
             config=config,

@@ -449,12 +449,17 @@ def roles_of(
         spec = learner_spec(source, kind, settings)
         role = _place_role(name, spec, settings, config, role_meshes.get(name), mesh)
         if spec.lora is not None:
-            shared = source is actor and BASE in roles
+            shared = source is actor and BASE in roles and name not in role_meshes
             base = BASE if name == "actor" or shared else CRITIC_BASE
             if base not in roles:
                 frozen = base_settings(settings)
                 roles[base] = _place_role(
-                    base, base_spec(source, kind, settings), frozen, config, None, mesh
+                    base,
+                    base_spec(source, kind, settings),
+                    frozen,
+                    config,
+                    role_meshes.get(name),
+                    mesh,
                 )
             role = replace(role, base=base)
         roles[name] = role
@@ -463,10 +468,10 @@ def roles_of(
         per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
         steps = max(per_epoch * settings.ppo_epochs, 1)
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
-    # The policy before training is the base of its adapters.
-    roles[REFERENCE] = roles.get(BASE) or reference_role(
-        config, actor, mesh, role_meshes.get(REFERENCE)
-    )
+    # The policy before training is the base of its adapters, where the two lie together.
+    apart = role_meshes.get(REFERENCE)
+    base = None if apart else roles.get(BASE)
+    roles[REFERENCE] = base or reference_role(config, actor, mesh, apart)
     return roles, sources
 
 

@@ -251,7 +251,8 @@ class Program:
     def _sources(self, segment: Segment) -> set[str]:
         """The roles whose states a device segment needs, its own or those that its roles follow."""
         roles = {stage.role for stage in segment.stages}
-        return roles | {self._followers[name].source for name in roles & self._followers.keys()}
+        followers = (self._followers[name] for name in roles & self._followers.keys())
+        return roles.union(*(each.sources for each in followers))
 
     def mesh_of(self, segment: Segment) -> Mesh:
         """The mesh on which a device segment runs."""
@@ -402,7 +403,7 @@ class Program:
         for name in sorted((set(roles) & self._followers.keys()) - states.keys()):
             follower = self._followers[name]
             with timer(follower.timing):
-                weights[name], size = follower.follow(states[follower.source])
+                weights[name], size = follower.follow(states)
                 jax.block_until_ready(weights[name])
             metrics[f"perf/{name}_weights_gb"] = size / 1e9
         return weights

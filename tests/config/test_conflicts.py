@@ -31,7 +31,6 @@ VALUES = {
     "algorithm": ("dpo", "grpo"),
     "critic.attention": ("cudnn",),
     "critic.base_dtype": ("bfloat16",),
-    "critic.lora": ("{rank: 8}",),
     "critic.lora.dora": ("true",),
     "critic.lora.dropout": ("0.1",),
     "critic.lora.merge": ("false",),

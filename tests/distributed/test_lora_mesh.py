@@ -17,9 +17,11 @@ from tiny_iteration import (
 
 from jaxrl_llm.config import GRPO, LoraConfig, MeshConfig, PhaseMeshConfig
 from jaxrl_llm.distributed.layout import mesh_of
-from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.models.base import frozen_spec
 from jaxrl_llm.models.frozen import dequantized
+from jaxrl_llm.plan.models import open_meshes
+from jaxrl_llm.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.ci
 
@@ -113,3 +115,48 @@ def test_iteration(sizes, lora, critic, base, model):
     assert np.abs(np.subtract(of_base, of_actor)).max() > 0.01
     for one, other in zip(*map(jax.tree.leaves, (learned, alone)), strict=True):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
+
+
+def _as_stored(role, params):
+    """`params` without float8 where the role is dense: a reference apart is."""
+    dense = dequantized(params, "float32") if role.name == "reference" else params
+    return {name: dense[name] for name in role.spec.params}
+
+
+APART = {"rollout": "4-7"}, {"critic": "4-5", "reference": "critic", "rollout": "6-7"}
+
+
+@pytest.mark.parametrize("placement", APART, ids=["rollout", "three groups"])
+@pytest.mark.parametrize("base", ["", "float8"])
+def test_roles_on_other_devices_have_the_adapters_of_one_group(placement, base):
+    """The base goes to the rollout once, and then adapters alone."""
+    config = tiny_config(model_reward=True, algorithm={"use_kl_loss": True})
+    actor = replace(config.actor, lora=LORA, base_dtype=base, hf_config=MODEL | ONE_LAYER)
+    critic = replace(config.critic, lora=LORA, base_dtype=base)
+    config = replace(config, actor=actor, critic=critic, mesh=MeshConfig(fsdp=4))
+    found = {}
+    for where in ({}, placement):
+        meshes = open_meshes(replace(config, placement=where), load_tokenizer("char"))
+        iteration = open_iteration(
+            replace(config, placement=where), meshes.pop("actor"), role_meshes=meshes
+        )
+        states, rows = first_states(iteration), []
+        for name in ("reference", "critic_base") if "critic" in where else ():
+            role, base = iteration.roles[name], fetch(states["base"])
+            params = {**fetch(states[name]), "decoder": base["decoder"]}
+            places = role.param_shardings
+            states[name] = make_global(_as_stored(role, params), places)
+        for step in (1, 2):
+            states, batch, metrics = run_step(iteration, states, step)
+            rows.append((batch.responses, metrics))
+        adapters = sum(x.nbytes for x in jax.tree.leaves(states["actor"].params))
+        found[bool(where)] = rows, fetch(states["actor"].params)
+    for (ids, one), (others, metrics) in zip(found[True][0], found[False][0], strict=True):
+        np.testing.assert_array_equal(ids, others)
+        for name in ("actor/pg_loss", "actor/kl_loss", "critic/vf_loss"):
+            np.testing.assert_allclose(one[name], metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for one, other in zip(*map(jax.tree.leaves, (found[True][1], found[False][1])), strict=True):
+        assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
+    first, second = (float(metrics["perf/rollout_weights_gb"]) for _, metrics in found[True][0])
+    assert second == pytest.approx(meshes["rollout"].size * adapters / 1e9)
+    assert first > 2 * second

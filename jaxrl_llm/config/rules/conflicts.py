@@ -138,8 +138,6 @@ def _of_role(role: str) -> Iterator[Row]:
         "no weights are frozen, and it is their dtype",
     )
     yield dropout, dora, "the two together are not implemented"
-    for place in ("placement", "node_groups"):
-        yield adapters, place, "roles share the frozen weights on the actor's devices"
     for each in (apart, dora, dropout):
         yield each, STRICT, "merged adapters alone have the same bits in the sampler"
     if role == "actor":

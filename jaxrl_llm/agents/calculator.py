@@ -11,7 +11,10 @@ from jaxrl_llm.rewards.exact_answer import last_number, truth_text
 
 MOST_CHARACTERS = 200  # most characters of an expression
 MOST_BITS = 4096  # most bits of a number, so that no power takes long
+MOST_DIGITS = 4  # digits of a number of `IntegerCalculator`
 CALL = re.compile(r"\[([^\[\]]*)\]\s*$")
+INTEGER_CALL = re.compile(r"\[(\d{1,4})([-+*])(\d{1,4})\]")
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -85,4 +88,31 @@ class Calculator:
         if self._truth is None:
             return Step(done=True)
         right = last_number(action) == last_number(truth_text(self._truth, "calculator"))
+        return Step(reward=self._score if right else 0.0, done=True)
+
+
+class IntegerCalculator:
+    """`Calculator` for calls of two numbers of at most four digits, `[37*48]`, with + - or *.
+
+    Another turn is an answer, and right if it is the number of the ground truth and nothing else.
+    """
+
+    stop = ("]",)
+
+    def __init__(self, *, score: float = 1.0) -> None:
+        self._score = score
+        self._truth: int | None = None
+
+    def reset(self, ground_truth: Any = None) -> None:
+        """Keep the right answer."""
+        self._truth = None if ground_truth is None else int(ground_truth)
+
+    def step(self, action: str) -> Step:
+        """Compute, or grade the answer."""
+        action = action.strip()
+        if action.endswith("]"):
+            call = INTEGER_CALL.fullmatch(action)
+            value = SIGNS[call[2]](int(call[1]), int(call[3])) if call else "error"
+            return Step(f"={value}\n")
+        right = re.fullmatch(r"-?\d{1,9}", action) is not None and int(action) == self._truth
         return Step(reward=self._score if right else 0.0, done=True)

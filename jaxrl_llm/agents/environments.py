@@ -82,6 +82,14 @@ def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:
     return {name: x for name, x in members.items() if inspect.isfunction(x)}
 
 
+def taken_columns(reset: Callable[..., Any], columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns of a row that a function names; all of them with `**row`."""
+    parameters = inspect.signature(reset).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return columns
+    return {name: value for name, value in columns.items() if name in parameters}
+
+
 class Instance:
     """The environment of one sample."""
 
@@ -93,10 +101,7 @@ class Instance:
         reset = getattr(self._environment, "reset", None)
         if reset is None:
             return None
-        parameters = inspect.signature(reset).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            columns = {name: value for name, value in columns.items() if name in parameters}
-        observation = await _awaited(reset(**columns))
+        observation = await _awaited(reset(**taken_columns(reset, columns)))
         if isinstance(observation, tuple) and len(observation) == 2:  # (observation, info)
             observation = observation[0]
         return _observation(observation)

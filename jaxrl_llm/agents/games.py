@@ -30,6 +30,11 @@ class Guess:
         else:
             self._secret = int(ground_truth)
 
+    @property
+    def secret(self) -> int:
+        """The number."""
+        return self._secret
+
     def step(self, action: str) -> Step:
         """Compare a guess."""
         self._left -= 1
@@ -70,30 +75,38 @@ class Maze:
         self._closed = _closed(cells, random, self._walls)
         return f"{self._shown()}\n"
 
+    @property
+    def numbers(self) -> list[int]:
+        """The cell, the goal, and the moves that are open in each cell, as bits."""
+        cells = [(x, y) for y in range(self._size) for x in range(self._size)]
+        ways = [self._open(cell) for cell in cells]
+        bits = [sum(1 << i for i, move in enumerate(MOVES) if move in way) for way in ways]
+        return [cells.index(self._cell), cells.index(self._goal), *bits]
+
     def step(self, action: str) -> Step:
         """Move."""
         self._left -= 1
         move = re.search(r"[UDLR]", action)
-        if move is not None and (to := self._open().get(move[0])) is not None:
+        if move is not None and (to := self._open(self._cell).get(move[0])) is not None:
             self._cell = to
         arrived = self._cell == self._goal
         done = arrived or not self._left
         return Step(f"\n{self._shown()}\n", reward=float(arrived), done=done)
 
-    def _open(self) -> dict[str, Cell]:
+    def _open(self, here: Cell) -> dict[str, Cell]:
         """The moves that no wall stops."""
-        x, y = self._cell
+        x, y = here
         cells = {move: (x + right, y + down) for move, (right, down) in MOVES.items()}
         inside = range(self._size)
         return {
             move: cell
             for move, cell in cells.items()
-            if cell[0] in inside and cell[1] in inside and (self._cell, cell) not in self._closed
+            if cell[0] in inside and cell[1] in inside and (here, cell) not in self._closed
         }
 
     def _shown(self) -> str:
         here, goal = (f"{chr(ord('a') + x)}{y + 1}" for x, y in (self._cell, self._goal))
-        return f"{here}>{goal} {''.join(self._open())}"
+        return f"{here}>{goal} {''.join(self._open(self._cell))}"
 
 
 def _closed(cells: list[Cell], random: Random, share: float) -> set[tuple[Cell, Cell]]:

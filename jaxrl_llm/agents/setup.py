@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import config as c
-from jaxrl_llm.agents.calculator import Calculator, calculator
+from jaxrl_llm.agents.calculator import Calculator, IntegerCalculator, calculator
 from jaxrl_llm.agents.conversation import Budgets
 from jaxrl_llm.agents.driver import Driver, DriverSettings
 from jaxrl_llm.agents.games import Guess, Maze
@@ -26,6 +26,7 @@ TOOLS: dict[type[c.Tool], Callable[..., Any]] = {
 ENVIRONMENTS: dict[type[c.Environment], type] = {
     c.Calculator: Calculator,
     c.Guess: Guess,
+    c.IntegerCalculator: IntegerCalculator,
     c.Maze: Maze,
     c.Retry: Retry,
     c.CodeEnvironment: CodeEnvironment,
@@ -61,7 +62,7 @@ def open_driver(
     named = [*rollout.tools, *rollout.environment]
     setup = Setup(
         tools=tuple(map(_reference, rollout.tools)),
-        environments=tuple((_name(e), _reference(e)) for e in rollout.environment),
+        environments=tuple((name_of(e), _reference(e)) for e in rollout.environment),
         most=rollout.max_tool_result_tokens,
     )
     budgets = Budgets(
@@ -98,7 +99,7 @@ def _ours(settings: c.Tool | c.Environment | c.Custom) -> Callable[..., Any] | N
     return ENVIRONMENTS[type(settings)] if isinstance(settings, c.Environment) else None
 
 
-def _name(environment: c.Environment | c.Custom) -> str:
+def name_of(environment: c.Environment | c.Custom) -> str:
     """The name by which a row asks for an environment."""
     if isinstance(environment, c.Custom):
         return split_path(environment.path)[1]

@@ -42,6 +42,12 @@ class Calculator(Environment, kind="calculator"):
     score: float = 1.0  # reward of a right answer
 
 
+class IntegerCalculator(Environment, kind="integer_calculator"):
+    """Calls in text of two integers: `[37*48]` is answered with its value."""
+
+    score: float = 1.0  # reward of a right answer
+
+
 class Guess(Environment, kind="guess"):
     """A number to guess from hints: higher or lower."""
 

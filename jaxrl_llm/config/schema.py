@@ -395,9 +395,10 @@ class RolloutConfig(Record):
     routing_replay: bool = True
     # Tools of answers with several turns: calculator, python, functions of yours: docs/agents.md.
     tools: Many[ToolSettings] = ()
-    # Environment of the samples: calculator, guess, maze, retry, code, or a class of yours. Of
-    # several, the column `environment` of a row names one.
+    # Environment of the samples: calculator, integer_calculator, guess, maze, retry, code, or a
+    # class of yours. Of several, the column `environment` of a row names one.
     environment: Environments = ()
+    in_graph: bool = True  # an environment of JAX functions runs inside the generation program
     max_turns: Whole = 0  # turns of the model in a sample; 0: no limit
     max_turn_tokens: Whole = 0  # tokens of a turn; 0: what is left of data.max_response_length
     max_tool_calls: Whole = 0  # calls of tools in a sample; 0: no limit

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from jaxrl_llm.typed_records.bounds import Count, UpTo, Whole
+from jaxrl_llm.typed_records.bounds import Count, Fraction, UpTo, Whole
 from jaxrl_llm.typed_records.record import Custom, Kind, fields_of, kinds_of, one_of, records_in
 
 Digits = Annotated[int, Ge(1), Le(18)]
@@ -71,11 +71,12 @@ class CalculatorCalls(Task, kind="calculator_calls"):
 
 
 class GuessGames(Task, kind="guess_games"):
-    """Numbers to guess, with demonstrations that ignore the hints."""
+    """Numbers to guess, with demonstrations that ignore the hints, or heed some."""
 
     low: Annotated[Whole, UpTo("high", itself=False)] = 1  # smallest number
     high: Count = 31  # largest number
     turns: Count = 6  # guesses of a demonstration
+    heeds: Fraction = 0.0  # share of the guesses that heed the hints
 
 
 class MazeGames(Task, kind="maze_games"):

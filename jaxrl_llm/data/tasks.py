@@ -116,14 +116,26 @@ def calculator_calls(*, first_digits: int = 2, second_digits: int = 2) -> Proble
     return ProblemSpace(f"calculator_{first_digits}x{second_digits}", space.size, problem)
 
 
-def guess_games(*, low: int = 1, high: int = 31, turns: int = 6) -> ProblemSpace:
-    """Numbers for the environment `guess`, with demonstrations that ignore its hints."""
+def guess_games(
+    *, low: int = 1, high: int = 31, turns: int = 6, heeds: float = 0.0
+) -> ProblemSpace:
+    """Numbers for the environment `guess`, with demonstrations.
+
+    A share of their guesses heeds the hints: such a guess is drawn from the numbers that may be
+    right. The others are drawn from all numbers.
+    """
 
     def problem(index: int) -> Problem:
         draw = Random(f"guess {index}")
         secret, game = draw.randint(low, high), ""
+        first, last = low, high  # where the number is, by the hints
         for turn in range(turns):
-            guess = draw.randint(low, high)
+            heed = heeds > 0 and draw.random() < heeds
+            guess = draw.randint(first, last) if heed else draw.randint(low, high)
+            if guess < secret:
+                first = max(first, guess + 1)
+            elif guess > secret:
+                last = min(last, guess - 1)
             game += f"{guess}\n"
             if guess == secret or turn == turns - 1:
                 break

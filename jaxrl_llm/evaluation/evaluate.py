@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.agents.driver import Sample
 from jaxrl_llm.agents.setup import gives_rewards
 from jaxrl_llm.agents.statistics import metrics as turn_metrics
 from jaxrl_llm.agents.statistics import records
@@ -51,6 +52,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.conversing import (
+    PROMPTS,
     Conversations,
     completions_of_turns,
     environment_failures,
@@ -59,6 +61,7 @@ from jaxrl_llm.plan.conversing import (
     validation_samples,
     with_turns,
 )
+from jaxrl_llm.plan.in_graph import NUMBERS, RECORDED, TokenTurns, trajectories_of
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.offline_stages import HeldOut, HeldOutPairs
 from jaxrl_llm.plan.roles import Role, sampling_model
@@ -116,7 +119,7 @@ class Validator:
         dtype: str,
         seed: int,
         memory: float = 0.0,
-        turns: Conversations | None = None,
+        turns: Conversations | TokenTurns | None = None,
         environment: Literal["none", "added", "alone"] = "none",
     ):
         """`turns` answers where the run has tools or environments.
@@ -133,7 +136,8 @@ class Validator:
         self._batch_size = min(batch_size, _up_to(len(prompts), role.mesh.size))
         self._max_prompt_length = max_prompt_length
         self._mesh = role.mesh
-        self._settings = settings
+        in_graph = isinstance(turns, TokenTurns)
+        self._settings = turns.settings(settings) if in_graph else settings
         self._dtype, self._seed, self._memory = dtype, seed, memory
         self._sharding = batch_sharding(role.mesh)
         self._rows = host_rows(self._sharding, self._batch_size * self._n, self._n)
@@ -175,7 +179,8 @@ class Validator:
         answering = _Answering(role=role, dtype=self._dtype, settings=settings)
         options = compiler_options(samples, settings.num_slots)
         tails = range(len(tails_of(settings, samples)))
-        if tails and role.mesh.size == 1 and jax.process_count() == 1:
+        whole = settings.turns is not None  # turns have no pieces
+        if tails and role.mesh.size == 1 and jax.process_count() == 1 and not whole:
             return Chain(
                 answering.answer,
                 answering.begin,
@@ -207,15 +212,21 @@ class Validator:
                 first_sample=first,
             )
             arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids)
-            if self._turns is not None:
+            if isinstance(self._turns, Conversations):
                 numbers = [first + row for row in self._rows.owned.tolist()]
                 kept = [i for i in numbers if i < self.num_prompts * self._n]
                 asked = [chunk[(i - first) // self._n] for i in kept]
                 trajectories += self._converse(params, step, asked, kept)
                 indices, prompts = indices + kept, prompts + asked
                 continue
+            begun: dict[str, np.ndarray] = {}
+            if self._turns is not None:
+                held = self._samples(chunk, self._rows.held, first)
+                begun = self._turns.begin(held)
+                arrays = (*(begun[name] for name in PROMPTS), batch.sample_ids, begun[NUMBERS])
             with memory_guard("validation", NEEDS_LESS_MEMORY):
-                arguments = *place_held(arrays, self._sharding, self._rows), *numbers
+                own = place_held(arrays, self._sharding, self._rows)
+                arguments = (*own[:3], *numbers, *own[3:])
                 if not self._compiled:
                     part = takes_part(self._mesh)
                     compile_together(self._answer, (params, *arguments), "validation", part)
@@ -224,7 +235,19 @@ class Validator:
                         self._compilers.wait_for_all()
                     self._compiled = True
                 out = call(self._answer, (params, *arguments), self._mesh)
-                tokens, lengths, logprobs = fetch_rows(out, self._rows)
+                tokens, lengths, logprobs, *turns = fetch_rows(out, self._rows)
+            if self._turns is not None:
+                samples = self._samples(chunk, self._rows.owned, first)
+                owned = np.isin(self._rows.held, self._rows.owned)
+                answers = (*(begun[name][owned] for name in PROMPTS), tokens, lengths, logprobs)
+                fields = dict(zip(RECORDED, (*answers, *turns), strict=True))
+                there = [i for i, sample in enumerate(samples) if sample is not None]
+                asked = [sample for sample in samples if sample is not None]
+                fields = {name: x[there] for name, x in fields.items()}
+                trajectories += trajectories_of(self._tokenizer, asked, fields)
+                indices += [sample.sample for sample in asked]
+                prompts += [sample.prompt for sample in asked]
+                continue
             texts = completions_of(self._tokenizer, self._stops, tokens, lengths, logprobs)
             for row, completion in zip(self._rows.owned.tolist(), texts, strict=True):
                 if first + row < self.num_prompts * self._n:  # the others only fill the batch
@@ -252,6 +275,22 @@ class Validator:
             extras=None if self._turns is None else [traced(each) for each in trajectories],
         )
 
+    def _samples(
+        self, chunk: Mapping[int, Prompt], rows: np.ndarray, first: int
+    ) -> list[Sample | None]:
+        """Requests for rows of a batch; None for one that only fills it."""
+        return [
+            Sample(
+                prompt=chunk[row // self._n],
+                step=-1,
+                sample=first + row,
+                group=(first + row) // self._n,
+            )
+            if row // self._n in chunk
+            else None
+            for row in rows.tolist()
+        ]
+
     def _turn_metrics(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """Turns of an answer, over all processes."""
         if self._turns is None:
@@ -265,7 +304,7 @@ class Validator:
         self, params: Params, step: int, prompts: list[Prompt], numbers: list[int]
     ) -> list[Trajectory]:
         """Answers of several turns."""
-        assert self._turns is not None
+        assert isinstance(self._turns, Conversations)
         key = jax.random.fold_in(jax.random.key(self._seed), SEED_STREAM)
         samples = validation_samples(
             prompts,
@@ -335,9 +374,16 @@ class _Answering:
     settings: GenerationSettings
 
     def answer(
-        self, params: Params, prompts: Any, lengths: Any, sample_ids: Any, seed: Any, step: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tokens [N, R], their number [N] and log-probs [N, R]."""
+        self,
+        params: Params,
+        prompts: Any,
+        lengths: Any,
+        sample_ids: Any,
+        seed: Any,
+        step: Any,
+        numbers: Any = None,
+    ) -> tuple[jax.Array, ...]:
+        """Tokens [N, R], their number [N] and log-probs [N, R]; with turns, as in RECORDED."""
         spec, sampled = sampling_model(self.role.spec, params, self.dtype)
         out = generate_on_mesh(
             spec,
@@ -349,8 +395,12 @@ class _Answering:
             self.settings,
             layout=self.role.generation,
             stored=self.role.layout,
+            numbers_NK=numbers,
         )
-        return out.tokens, out.lengths, out.logprobs
+        answers = out.tokens, out.lengths, out.logprobs
+        if out.turns is None:
+            return answers
+        return (*answers, out.turns.turn_ids, out.turns.rewards, out.turns.stop_reasons)
 
     def begin(self, params: Params, *inputs: Any) -> tuple[Any, Any, Any]:
         spec, sampled = sampling_model(self.role.spec, params, self.dtype)
@@ -389,7 +439,7 @@ def open_validator(
     tokenizer: Tokenizer,
     run_dir: Path | None,
     stack: ExitStack,
-    turns: Conversations | None = None,
+    turns: Conversations | TokenTurns | None = None,
 ) -> Validator:
     """Held-out prompts, their grader, and the program that answers them.
 

@@ -34,7 +34,8 @@ from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
-from jaxrl_llm.plan.conversing import open_conversations
+from jaxrl_llm.plan.conversing import Conversations, open_conversations
+from jaxrl_llm.plan.in_graph import open_token_turns
 from jaxrl_llm.plan.models import (
     find_model,
     find_tokenizer,
@@ -69,8 +70,9 @@ def evaluate(config: Config) -> Validation:
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     config = _with_memory(config, role)
     with ExitStack() as stack:
-        turns = open_conversations(config, tokenizer, host_work)
-        if turns is not None:
+        turns = open_token_turns(config, tokenizer)
+        turns = turns or open_conversations(config, tokenizer, host_work)
+        if isinstance(turns, Conversations):
             stack.callback(turns.driver.close)
         validator = open_validator(config, role, tokenizer, None, stack, turns)
         return validator.run(load_params(role, source, config.seed), 0)

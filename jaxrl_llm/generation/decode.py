@@ -9,6 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.generation.in_graph import (
+    InGraphTurns,
+    TurnState,
+    given_tokens,
+    take_tokens,
+)
 from jaxrl_llm.generation.kv_cache import (
     RESIDUAL_DTYPE,
     HeadAxes,
@@ -53,12 +59,14 @@ def decode(
     ready: Callable[[jax.Array], jax.Array] | None = None,
     in_tail: bool = False,
     filters: bool = True,
+    in_graph: InGraphTurns | None = None,
 ) -> State:
     """Sample the next token of every live slot, and end the samples that are complete.
 
     In a tail no sample begins: `compact` gave each slot the states that it goes on from. `ready`
     counts the samples whose prompt is in the cache, of the first groups of a queue; None: no queue.
-    `filters` False says that no row of `rows.sampling` has a filter.
+    `filters` False says that no row of `rows.sampling` has a filter. `in_graph` answers the turns
+    of `state.turns`.
 
     Guarantees: a slot that is free, or waits for a page, reads nothing from the cache and writes
     nothing. It is computed all the same, because shapes are static.
@@ -113,16 +121,12 @@ def decode(
         stalled += jnp.minimum(num_free, ready(state.prefilled) - state.head)
     column_B = own_B if rows.first_N is None else jnp.where(live_B, own_B - rows.first_N, 0)
     at = (jnp.where(live_B, row_B, num_samples + slots_B), column_B)
-    is_given_B = jnp.zeros_like(live_B)
-    if rows.given_NR is not None:
-        given_B = jnp.take_along_axis(rows.given_NR, column_B[:, None], axis=1)[:, 0]
-        is_given_B = given_B >= 0
-        tokens_B = jnp.where(is_given_B, given_B, tokens_B)
-        logprobs_B = jnp.where(is_given_B, 0.0, logprobs_B)
-    is_stop_B = sampling.is_stop(tokens_B)
-    if rows.given_NR is not None:
-        is_stop_B &= ~is_given_B
-    ended_B = is_stop_B | (count_B + 1 >= rows.limits_N[row_B])
+    given_B = _given(rows, state, column_B)
+    if given_B is not None:
+        tokens_B = jnp.where(given_B >= 0, given_B, tokens_B)
+        logprobs_B = jnp.where(given_B >= 0, 0.0, logprobs_B)
+    tokens_NR = state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True)
+    ended_B, turns = _ends(rows, sampling, in_graph, state, tokens_NR, at, tokens_B, given_B)
     stop_states_N = state.stop_states_N
     if sampling.stop_strings is not None and stop_states_N is not None:
         stop_states_B = sampling.stop_strings.step(stop_states_N[row_B], tokens_B)
@@ -136,6 +140,8 @@ def decode(
     kept_NRK = state.kept_NRK
     if kept_NRK is not None:
         assert kept_BK is not None
+        if turns is not None and given_B is not None:
+            kept_BK = jnp.where(given_B[:, None] >= 0, -1, kept_BK)
         kept_NRK = kept_NRK.at[at].set(kept_BK, mode="drop", unique_indices=True)
     return state._replace(
         routes=routes,
@@ -147,14 +153,58 @@ def decode(
             count_B=count_B + live_B,
             live_B=slots.live_B & ~(live_B & ended_B),
         ),
-        tokens_NR=state.tokens_NR.at[at].set(tokens_B, mode="drop", unique_indices=True),
+        tokens_NR=tokens_NR,
         logprobs_NR=state.logprobs_NR.at[at].set(logprobs_B, mode="drop", unique_indices=True),
         stop_states_N=stop_states_N,
+        turns=turns,
         steps=state.steps + 1,
         slot_steps=state.slot_steps + live_B.shape[0],
         live_slot_steps=state.live_slot_steps + jnp.sum(live_B, dtype=jnp.int32),
         stalled_slot_steps=state.stalled_slot_steps + stalled,
     )
+
+
+def _given(rows: Rows, state: State, column_B: jax.Array) -> jax.Array | None:
+    """The token that each slot takes in place of a sampled one; -1: it samples. None: all do."""
+    if state.turns is not None:
+        return given_tokens(state.turns, state.slots.row_B)
+    if rows.given_NR is None:
+        return None
+    return jnp.take_along_axis(rows.given_NR, column_B[:, None], axis=1)[:, 0]
+
+
+def _ends(
+    rows: Rows,
+    sampling: SamplingParams,
+    in_graph: InGraphTurns | None,
+    state: State,
+    tokens_NR: jax.Array,
+    at: tuple[jax.Array, jax.Array],
+    tokens_B: jax.Array,
+    given_B: jax.Array | None,
+) -> tuple[jax.Array, TurnState | None]:
+    """Which samples ended with these tokens, bool [B], and the turns after them.
+
+    Given tokens, which are at least 0, end no turn.
+    """
+    row_B, count_B = state.slots.row_B, state.slots.count_B
+    is_stop_B, limit_B = sampling.is_stop(tokens_B), rows.limits_N[row_B]
+    if given_B is not None:
+        is_stop_B &= given_B < 0
+    if in_graph is None or state.turns is None:
+        return is_stop_B | (count_B + 1 >= limit_B), None
+    assert given_B is not None
+    turns, ended_B = take_tokens(
+        in_graph,
+        state.turns,
+        tokens_NR,
+        at,
+        row_B=row_B,
+        is_given_B=given_B >= 0,
+        is_stop_B=is_stop_B,
+        limit_B=limit_B,
+    )
+    return ended_B, turns
 
 
 def _sample(

@@ -36,6 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
+from jaxrl_llm.generation.in_graph import TurnRecord, begin_turns, record_of
 from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, in_place_of, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
@@ -78,7 +79,7 @@ class GenerationOutput:
 
     tokens: jax.Array  # int32 [N, R]; the pad id after the end
     lengths: jax.Array  # int32 [N]; the stop token included
-    mask: jax.Array  # float32 [N, R]; 1 for every response token
+    mask: jax.Array  # float32 [N, R]; 1 for every sampled token of the response
     logprobs: jax.Array  # float32 [N, R]; at the sampling temperature, 0 after the end
     finished: jax.Array  # bool [N]; False when cut at the limit, and for padding rows
     steps: jax.Array  # decode steps
@@ -93,6 +94,7 @@ class GenerationOutput:
     # `record_kept` and a filter is on.
     kept: jax.Array | None = None
     continued: ContinuedResponses | None = None  # see `generate_on_mesh`
+    turns: TurnRecord | None = None  # turns with an environment in the program
 
 
 class Samples(NamedTuple):
@@ -104,6 +106,7 @@ class Samples(NamedTuple):
     seed_keys: Any  # one key for all, or one each
     limits: jax.Array
     begun: jax.Array | None
+    numbers: jax.Array | None = None  # numbers of the rows for `settings.turns`, [N, K]
 
 
 def compiler_options(samples: int, num_slots: int) -> dict[str, int]:
@@ -131,6 +134,7 @@ def generate(
     begun_N: jax.Array | None = None,
     num_continued: int = 0,
     heads: HeadAxes | None = None,
+    numbers_NK: jax.Array | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
@@ -139,7 +143,8 @@ def generate(
     the random numbers that it would have had. The first `num_continued` rows are groups of one, the
     others of `settings.group`. So continued responses share slots with new ones. `seed_key` may
     have a key for each row. `heads` are the mesh axes that split attention heads, where the caller
-    left some automatic (`generate_on_mesh` does).
+    left some automatic (`generate_on_mesh` does). `numbers_NK` are numbers of the rows, for the
+    environment of `settings.turns`.
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at
@@ -159,6 +164,7 @@ def generate(
         begun_N=begun_N,
         num_continued=num_continued,
         heads=heads,
+        numbers_NK=numbers_NK,
     )
     state = engine.empty()
     if prompts_NP.shape[0] > 0:
@@ -327,6 +333,7 @@ def _engine(
     num_continued: int = 0,
     heads: HeadAxes | None = None,
     in_generation_form: bool = False,
+    numbers_NK: jax.Array | None = None,
 ) -> _Engine:
     """The engine of `generate` for its arguments.
 
@@ -380,6 +387,11 @@ def _engine(
     num_kept = sampling.num_kept(spec.config.vocab_size)
     step = partial(decode, spec, params, queue.rows, sizes.group, pages, seed_key, sampling, **how)
     step = partial(step, ready=queue.ready)
+    turns = None
+    if settings.turns is not None:
+        assert numbers_NK is not None
+        step = partial(step, in_graph=settings.turns)
+        turns = begin_turns(settings.turns, jnp.asarray(numbers_NK), max_new_tokens)
     return _Engine(
         empty=partial(
             empty_state,
@@ -393,6 +405,7 @@ def _engine(
             max_new_tokens=max_new_tokens,
             record_routes=settings.record_routes,
             record_kept=num_kept if settings.record_kept else 0,
+            turns=turns,
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=step,
@@ -419,6 +432,7 @@ def generate_on_mesh(
     limits_N: jax.Array | None = None,
     begun_N: jax.Array | None = None,
     continued: Samples | None = None,
+    numbers_NK: jax.Array | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -465,12 +479,15 @@ def generate_on_mesh(
                 begun_N=every.begun,
                 num_continued=number,
                 heads=_head_axes(spec.config, group, layout) if split else None,
+                numbers_NK=every.numbers,
             )
         output = jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
         return _parted(output, continued)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
-    new = Samples(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N)
+    new = Samples(
+        *(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N, numbers_NK)
+    )
     each: Any = rows
     new_specs = jax.tree.map(lambda _: each, new)._replace(seed_keys=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
@@ -594,6 +611,7 @@ def _output(
     group_N: jax.Array,
 ) -> GenerationOutput:
     written_NR = state.tokens_NR >= 0
+    mask_NR = written_NR if state.turns is None else state.turns.turn_ids_NR >= 0
     lengths_N = jnp.sum(written_NR, axis=1, dtype=jnp.int32)
     last_N1 = jnp.maximum(lengths_N - 1, 0)[:, None]
     last_N = jnp.take_along_axis(state.tokens_NR, last_N1, axis=1)[:, 0]
@@ -603,7 +621,7 @@ def _output(
     return GenerationOutput(
         tokens=jnp.where(written_NR, state.tokens_NR, pad_id),
         lengths=lengths_N,
-        mask=written_NR.astype(jnp.float32),
+        mask=mask_NR.astype(jnp.float32),
         logprobs=state.logprobs_NR,
         finished=finished_N,
         steps=state.steps,
@@ -613,4 +631,5 @@ def _output(
         stalled_slot_steps=state.stalled_slot_steps,
         routes=state.routes and state.routes.of_samples(prompt_lengths_N, group_N),
         kept=state.kept_NRK,
+        turns=None if state.turns is None else record_of(state.turns),
     )

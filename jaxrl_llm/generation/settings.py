@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxrl_llm.generation.in_graph import InGraphTurns
 from jaxrl_llm.generation.packed_prompts import RowSizes
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.kernels.flash_attention import Implementation
@@ -17,8 +18,8 @@ Quantization = Literal["none", "float8"]
 class GenerationSettings:
     """Settings of one generation program. Hashable, so it may be a static argument of `jax.jit`.
 
-    Only `sampling` and `quantization` change results; `attention` changes rounding. The other
-    settings change memory and speed. Numbers of slots and of cache tokens are for one replica.
+    Only `sampling`, `quantization` and `turns` change results; `attention` changes rounding. The
+    other settings change memory and speed. Numbers of slots and cache tokens are for one replica.
     """
 
     sampling: SamplingParams
@@ -39,3 +40,4 @@ class GenerationSettings:
     record_routes: bool = False  # the experts of every token, for the trainer to take the same
     record_kept: bool = False  # the tokens that filters kept, for the trainer's log-probs
     strict: Strict | None = None  # log-probs with the bits of a strict forward pass
+    turns: InGraphTurns | None = None  # environment that answers turns inside the program

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.generation.in_graph import TurnState
 from jaxrl_llm.generation.kv_cache import Cache, init_cache
 from jaxrl_llm.generation.pages import PageSizes, PageTable, empty_table, num_admissible
 from jaxrl_llm.generation.queue import Queue
@@ -93,6 +94,7 @@ class State(NamedTuple):
     stalled_slot_steps: jax.Array
     routes: Routes | None = None
     kept_NRK: jax.Array | None = None  # ids of the tokens that filters kept; None: not recorded
+    turns: TurnState | None = None  # turns with an environment in the program; None: without
 
 
 def empty_state(
@@ -107,6 +109,7 @@ def empty_state(
     max_new_tokens: int,
     record_routes: bool = False,
     record_kept: int = 0,
+    turns: TurnState | None = None,
 ) -> State:
     """All slots free, nothing in the cache, nothing written."""
     num_samples, width = queue.prompts_NP.shape
@@ -150,6 +153,7 @@ def empty_state(
         stalled_slot_steps=zero,
         routes=routes,
         kept_NRK=kept_NRK,
+        turns=turns,
     )
 
 

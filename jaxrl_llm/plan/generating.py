@@ -89,6 +89,7 @@ class Generation:
         *,
         limits: jax.Array | None = None,
         continued: Samples | None = None,
+        numbers: jax.Array | None = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
         spec, params = sampling_model(role.spec, params_of(state), self.dtype)
@@ -104,6 +105,7 @@ class Generation:
             stored=role.layout,
             limits_N=limits,
             continued=continued,
+            numbers_NK=numbers,
         )
 
     @property
@@ -192,7 +194,7 @@ class Generate(ModelStage):
         version = jnp.int32(0) if parts is None else parts.first_version(step)
         responses = _responses(out, version)
         writes = dict(zip(RESPONSES, responses, strict=True)) | {ROUTES: out.routes}
-        writes = {name: writes[name] for name in self.writes}
+        writes = {name: writes[name] for name in self.writes if name in writes}
         if parts is None:
             return StageOutput(writes, metrics)
         left = are_unfinished(responses, lengths, settings.sampling)

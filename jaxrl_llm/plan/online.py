@@ -20,6 +20,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.plan.conversing import Conversations
 from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, segments
+from jaxrl_llm.plan.in_graph import TokenTurns, open_token_turns
 from jaxrl_llm.plan.model_rules import check_roles
 from jaxrl_llm.plan.models import stops_of
 from jaxrl_llm.plan.online_stages import (
@@ -49,7 +50,8 @@ def plan_online(
     role_meshes: Mapping[str, Mesh] | None = None,
     turns: Conversations | None = None,
 ) -> Plan:
-    """The plan of online RL. `reward` scores on the host, if anything does.
+    """The plan of online RL. `reward` scores on the host, if anything does. With an environment in
+    the generation program nothing does.
 
     `turns` answers prompts where the run has tools or environments; None in a run that is only
     planned.
@@ -65,12 +67,14 @@ def plan_online(
     # Steps count from the run's first.
     config = replace(config, critic=replace(config.critic, warmup_steps=warmup))
     roles, sources = roles_of(config, tokenizer, mesh, learning, role_meshes)
+    token_turns = open_token_turns(config, tokenizer)
     planner = _Planner(
         roles=roles,
         mesh=mesh,
         role_meshes=role_meshes,
-        reward=reward,
+        reward=None if token_turns else reward,
         turns=turns,
+        token_turns=token_turns,
         sampling=train_sampling(config, tokenizer),
         pad_id=tokenizer.pad_id,
         own_stages=own_stages(config),
@@ -134,6 +138,7 @@ class _Planner:
     role_meshes: Mapping[str, Mesh]
     reward: HostReward | None
     turns: Conversations | None
+    token_turns: TokenTurns | None
     sampling: SamplingParams
     pad_id: int
     own_stages: tuple[Stage, ...]
@@ -165,6 +170,7 @@ class _Planner:
             pad_id=self.pad_id,
             reward=self.reward,
             turns=self.turns,
+            token_turns=self.token_turns,
             own_stages=self.own_stages,
         ).planned()
         collected, column = collected_stages(config, stages, self.reward, role_meshes)

@@ -30,6 +30,7 @@ from jaxrl_llm.plan.generating import (
     Generation,
     replica_of,
 )
+from jaxrl_llm.plan.in_graph import BeginTurns, GenerateTurns, TokenTurns, TurnScores
 from jaxrl_llm.plan.roles import (
     TEACHER,
     Role,
@@ -39,6 +40,8 @@ from jaxrl_llm.plan.roles import (
     update_sizes,
 )
 from jaxrl_llm.plan.scores import (
+    LEFT_OUT,
+    STEP_REWARDS,
     HostReward,
     ModelScores,
     StepTokenRewards,
@@ -83,6 +86,7 @@ class OnlineStages:
     pad_id: int
     reward: HostReward | None
     turns: Conversations | None
+    token_turns: TokenTurns | None
     own_stages: tuple[Stage, ...]
 
     def planned(self) -> tuple[Stage, ...]:
@@ -180,6 +184,7 @@ class OnlineStages:
             by_user=self.own_stages,
             steps=config.data.max_response_length if config.reward.process_rewards else 0,
         )
+        catalogue += [] if self.token_turns is None else [self._turn_scores()]
         catalogue += self.own_stages
         return catalogue + self._updates(sizes, own_logprobs=own_logprobs)
 
@@ -210,9 +215,15 @@ class OnlineStages:
             settings=fitted(asked, replica, memory),
         )
         prompts = -(-rows // n)
+        options = how.compiler_options(sampler)
         if has_turns(config):
             greedy = "greedy_scores" in field_names(self.algorithm.advantage)
             check_turns(config, sampler, greedy=greedy)
+        if self.token_turns is not None:
+            how = replace(how, settings=self.token_turns.settings(how.settings))
+            generate = GenerateTurns(model=sampler, how=how, compiler_options=options)
+            return [BeginTurns(turns=self.token_turns), generate]
+        if has_turns(config):
             converse = Converse(
                 model=sampler,
                 how=how,
@@ -225,7 +236,6 @@ class OnlineStages:
         greedy = replace(asked, sampling=replace(self.sampling, temperature=0.0), group=1)
         greedy = fitted(greedy, replace(replica, live=prompts), memory)
         greedy = replace(greedy, num_slots=greedy.num_slots or prompts)
-        options = how.compiler_options(sampler)
         return [
             Generate(model=sampler, how=how, compiler_options=options, parts=self.parts),
             GenerateGreedily(
@@ -239,8 +249,9 @@ class OnlineStages:
     @property
     def sample_mask(self) -> stages.SampleMask | None:
         """The stage that leaves samples out; None where all are learned from."""
-        by_host = self.reward is not None and self.reward.masks
-        on_device = self.config.rollout.mask_truncated and not by_host
+        truncated = self.config.rollout.mask_truncated
+        by_host = truncated if self.token_turns else self.reward is not None and self.reward.masks
+        on_device = truncated and not by_host
         if not by_host and not on_device:
             return None
         return stages.SampleMask(
@@ -273,6 +284,11 @@ class OnlineStages:
         """The fields of a rollout that the actor's passes repeat."""
         routes = (ROUTES,) if replays_routes(self.config, self.roles["actor"]) else ()
         return (*routes, *self._kept)
+
+    def _turn_scores(self) -> Stage:
+        config, writes = self.config, ("scores",)
+        writes = (*writes, STEP_REWARDS) if config.reward.process_rewards else writes
+        return TurnScores(writes=(*writes, LEFT_OUT) if config.rollout.mask_truncated else writes)
 
     def _extra_model(self, passes: dict[str, Any]) -> Stage:
         """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""

@@ -269,7 +269,7 @@ class SampleMask(Stage):
     A failed greedy answer has the score NaN; then no sample of its prompt can be compared with it.
     """
 
-    by_host: bool  # the host leaves samples out
+    by_host: bool  # the stage of rewards leaves samples out
     greedy: bool = False  # the host scores greedy answers, too
     sampling: SamplingParams | None = None  # sampling whose truncated responses are left out
 

@@ -28,6 +28,7 @@ from jaxrl_llm.evaluation.evaluate import (
 from jaxrl_llm.learner.offline_losses import means, weighted_means
 from jaxrl_llm.plan.conversing import Conversations, open_conversations
 from jaxrl_llm.plan.dataflow import OFFLINE
+from jaxrl_llm.plan.in_graph import open_token_turns
 from jaxrl_llm.plan.models import warn_of_positions
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.planning import plan_run
@@ -119,9 +120,11 @@ def open_plan_and_data(
     """
     records, validator, prompts = None, None, []
     reward: RewardFunctions | TurnRewards | None = None
-    turns = None
+    turns = token_turns = None
     if not is_offline(config):
-        turns = open_conversations(config, tokenizer, host_work, run_dir / OBSERVATIONS)
+        token_turns = open_token_turns(config, tokenizer)
+        if token_turns is None:
+            turns = open_conversations(config, tokenizer, host_work, run_dir / OBSERVATIONS)
         reward = open_reward(config, tokenizer, stack)
     if turns is not None:
         stack.callback(turns.driver.close)
@@ -143,8 +146,9 @@ def open_plan_and_data(
         prompts = load_run_prompts(config, train_sources(config), tokenizer, run_dir)
         if reward is not None:
             reward.check(config, prompts)
-        if turns is not None and not config.data.streaming:
-            turns.driver.check(prompts)
+        checks = turns.driver if turns is not None else token_turns
+        if checks is not None and not config.data.streaming:
+            checks.check(prompts)
         num_rows = len(prompts)
         samples = config.data.train_batch_size * config.rollout.n
         loader = train_batches(config, prompts, plan.at(1).program.host_rows(samples))
@@ -153,7 +157,8 @@ def open_plan_and_data(
         answers = True
     plan.trace(_start_of(config, plan, tokenizer) if begins else None)
     if answers and has_held_out(config):
-        validator = open_validator(config, plan.learner, tokenizer, run_dir, stack, turns)
+        answering = turns or token_turns
+        validator = open_validator(config, plan.learner, tokenizer, run_dir, stack, answering)
     whole = jax.process_count() == 1 and not config.data.streaming  # all rows are here
     data = RunData(
         config=config,

@@ -35,8 +35,9 @@ from jaxrl_llm.observability.console import Console, ShownSample
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, JsonlFile, MetricsWriter
 from jaxrl_llm.observability.trace import TraceWriter, as_text, last_user_turn
 from jaxrl_llm.observability.trackers import Guarded, TrackedRun, open_trackers, tracker_names
-from jaxrl_llm.plan.conversing import with_turns
+from jaxrl_llm.plan.conversing import completions_of_turns, traced, with_turns
 from jaxrl_llm.plan.generating import Generate
+from jaxrl_llm.plan.in_graph import RECORDED, STOPS, samples_of, trajectories_of
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.program.stage import StepContext
@@ -221,8 +222,9 @@ class RunOutput(MetricsLog):
             return
         reward = context.reward
         if reward is None:
-            scores, parts = self._take_device_samples(context, batch), {}
-            extras, failures = None, {}
+            scores, parts = self._take_device_samples(step, context, batch), {}
+            extras = [traced(each) for each in context.trajectories] or None
+            failures = {}
         else:
             scores, parts, extras = reward.scores, reward.parts, reward.extras
             model_scores = self._model_scores(batch)
@@ -324,8 +326,18 @@ class RunOutput(MetricsLog):
         fields = {name: batch[name] for name in TOKEN_FIELDS if batch[name] is not None}
         return {name: x[:ours] for name, x in fetch_rows(fields, context.rows).items()}
 
-    def _take_device_samples(self, context: StepContext, batch: RolloutBatch) -> np.ndarray:
+    def _take_device_samples(
+        self, step: int, context: StepContext, batch: RolloutBatch
+    ) -> np.ndarray:
         """Responses that no host stage has seen; returns the scores of the owned rows."""
+        if STOPS in batch.extra:  # answers of several turns
+            names = (*RECORDED, "sample_ids", "group_ids", "scores")
+            fields = fetch_rows({name: batch[name] for name in names}, context.rows)
+            ids = fields["sample_ids"], fields["group_ids"]
+            samples = list(samples_of(context, step, *ids))
+            context.trajectories = trajectories_of(self._tokenizer, samples, fields)
+            context.completions = completions_of_turns(context.trajectories)
+            return fields["scores"]
         fields = (batch.responses, batch.response_lengths, batch.rollout_logprobs, batch.scores)
         responses, lengths, logprobs, scores = fetch_rows(fields, context.rows)
         context.completions = completions_of(

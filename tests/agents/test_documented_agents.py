@@ -19,7 +19,7 @@ def blocks(page):
 
 def test_the_environments_of_the_page(tmp_path, monkeypatch, capsys):
     """As files, as the page names them, and as objects of a program."""
-    with_steps, with_methods, _, tried = blocks("add-an-environment.md")
+    with_steps, with_methods, _, _, tried = blocks("add-an-environment.md")
     file = tmp_path / "my_environments.py"
     file.write_text(f"{with_steps}\n{with_methods}")
     monkeypatch.syspath_prepend(tmp_path)

@@ -61,6 +61,25 @@ def test_a_mesh_gives_the_samples_of_one_device(tmp_path, one, sizes):
     assert_same_samples(run, one)
 
 
+IN_GRAPH = (
+    "--config.rollout.environment=maze",
+    "--config.data.max_response_length=48",
+    "--config.data.max_prompt_length=16",
+    "--config.actor.hf_config.max_position_embeddings=64",
+)
+
+
+def test_turns_in_one_program_on_meshes(tmp_path):
+    """Each device plays the games of its samples."""
+    one = TinyRun(tmp_path / "one", *FLAGS, *IN_GRAPH)
+    one.finish_here()
+    assert any(len(x["extras"]["turns"]) > 1 for x in one.samples("train").values())
+    for axis in ("data", "fsdp"):
+        run = TinyRun(tmp_path / axis, *FLAGS, *IN_GRAPH)
+        run.finish_here("--devices=8", f"--config.mesh.{axis}=8")
+        assert_same_samples(run, one)
+
+
 def test_two_processes_give_the_samples_of_one(tmp_path, one):
     """Each drives its own samples. Metrics of turns are over both."""
     run = run_of(tmp_path / "run")

@@ -30,7 +30,13 @@ MODELS = {
     "qwen2.5-7b": "Qwen2.5-7B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
 }
-CONFIGS = ("grpo", "ppo", "sft", "dpo")
+CONFIGS = {
+    "grpo": "grpo_pretrained",
+    "ppo": "ppo_pretrained",
+    "sft": "sft_pretrained",
+    "dpo": "dpo_pretrained",
+    "gsm8k": "grpo_gsm8k",
+}
 COUNTS = (1, 8)
 # Flags by the letter of the page, the ones that change least first. PPO also sets the critic's.
 FLAGS = {
@@ -64,8 +70,9 @@ def flags_of(letter: str, name: str, devices: int) -> tuple[str, ...]:
 def config_of(shape: str, name: str, flags: Sequence[str]) -> Config:
     """The config for pretrained models at a shape; no weights and data are read."""
     sizes = {"actor.hf_config": to_hf_config(SHAPES[shape]), "data.tokenizer": "char"}
-    changes = [*sizes.items(), ("data.train_tasks", "[chain_sum]")]
-    return load_config(f"{name}_pretrained", [*changes, *(_pair(flag) for flag in flags)])
+    files = {"data.train_files": [], "data.val_files": [], "data.train_tasks": "[chain_sum]"}
+    changes = [*sizes.items(), *files.items(), *map(_pair, flags)]
+    return load_config(CONFIGS[name], changes)
 
 
 def _pair(flag: str) -> tuple[str, str]:

@@ -85,6 +85,7 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
     # bash splits words at "=".
     configs = [
         "grpo",
+        "grpo_gsm8k",
         "grpo_lora",
         "grpo_moe",
         "grpo_pretrained",

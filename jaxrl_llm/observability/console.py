@@ -146,16 +146,19 @@ class Console:
         self.close()
 
     def _time_left(self, step: int) -> float | None:
-        """Seconds to the end of the phase, from a moving mean; None before the first step."""
+        """Seconds to the end of the phase, from a moving mean.
+
+        None until the second step: the first one includes compilation.
+        """
         now, done = self._clock(), step - self._last_step
         if done > 0:
             latest = (now - self._last_time) / done
-            # The first step includes compilation, so the second one replaces its time.
+            # The second step replaces the time of the first.
             weight = SMOOTHING if self._num_timed > 1 else 1.0
             self._seconds_per_step += weight * (latest - self._seconds_per_step)
             self._num_timed += 1
             self._last_step, self._last_time = step, now
-        if self._num_timed == 0:
+        if self._num_timed < 2:
             return None
         return self._seconds_per_step * max(self._total_steps - step, 0)
 

@@ -115,6 +115,11 @@ class Training:
         name, least = self.target
         if least and metrics.get(name, 0.0) >= least:
             self.stopped = True
+            if self.step < self.total_steps:
+                self.output.message(
+                    f"{self.what} {self.step} of {self.total_steps} is the last: "
+                    f"{name} {metrics[name]:.3g} reached stop_at={least:g}"
+                )
         seconds = time.perf_counter() - started
         for listener in self.listeners if metrics else ():
             metrics |= listener.validated(self.step, metrics, seconds)

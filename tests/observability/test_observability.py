@@ -433,7 +433,7 @@ def test_console_plain_lines():
     console.close()
     assert out.getvalue().splitlines() == [
         "PPO: 4 steps",
-        "PPO 1/4 | reward 0.5 | tokens/s/device 12,346 | left 3:00",
+        "PPO 1/4 | reward 0.5 | tokens/s/device 12,346",
         "PPO 2/4 | reward 0.1235 | held-out 0.9 | left 0:04",  # the compiling step is forgotten
         "  sample | reward 0 | a -> b",
         "  sample | reward 1 (exact 1, short 0.5) | 1+1=\\n -> \\x1b[31m2 | truth 2",

@@ -1,7 +1,9 @@
-"""What a run says of itself when it starts."""
+"""What a run says of itself when it starts, and when its warm-up ends early."""
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tiny_run import TinyRun
@@ -9,6 +11,7 @@ from tiny_run import TinyRun
 from jaxrl_llm import config as c
 from jaxrl_llm.observability.trace import last_user_turn
 from jaxrl_llm.trainer.output import grader_text, parameters, reward_text
+from jaxrl_llm.trainer.training import Training
 from jaxrl_llm.types import Prompt
 
 
@@ -61,3 +64,28 @@ def test_a_run_says_what_it_is(ppo_run: TinyRun):
     first = next(i for i, line in enumerate(log) if line.startswith("step 1/"))
     samples = [line for line in log[:first] if line.startswith("  sample")]
     assert len(samples) == 4 and all(" | truth " in line for line in samples)
+
+
+@pytest.mark.parametrize(("step", "accuracy", "ends"), [(90, 0.43, True), (80, 0.41, False)])
+def test_a_warm_up_says_that_it_is_good_enough(step, accuracy, ends):
+    said = []
+    evaluation = SimpleNamespace(run=lambda states, step: {"sft/eval_accuracy": accuracy})
+    nothing = SimpleNamespace(enter=lambda *_: None)
+    training = SimpleNamespace(
+        step=step,
+        total_steps=300,
+        validate_first=True,
+        evaluations=[evaluation],
+        states={},
+        listeners=[],
+        is_best=None,
+        target=("sft/eval_accuracy", 0.42),
+        what="sft step",
+        stopped=False,
+        watch=nothing,
+        output=SimpleNamespace(stage=lambda *_: None, message=said.append),
+    )
+    Training.validate(cast(Any, training))
+    assert training.stopped == ends
+    line = "sft step 90 of 300 is the last: sft/eval_accuracy 0.43 reached stop_at=0.42"
+    assert said == [line] * ends

@@ -1,8 +1,10 @@
 """The model families, by the names in a config or a config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from jaxrl_llm import references
 from jaxrl_llm.models import (
     deepseek_v3,
     gemma,
@@ -28,14 +30,15 @@ from jaxrl_llm.models import (
 )
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
+from jaxrl_llm.models.hf import hf_names as common_names
 from jaxrl_llm.models.image_models import IMAGE_MODELS, image_model_of, language_config
 
 
 class Family(Protocol):
     """The functions of a family's module."""
 
-    ARCHITECTURES: dict[Kind, str]
-
+    @property
+    def ARCHITECTURES(self) -> Mapping[Kind, str]: ...  # noqa: N802
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig: ...
     def to_hf_config(self, config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]: ...
     def hf_names(self, config: ModelConfig, kind: Kind) -> Names: ...
@@ -71,6 +74,52 @@ ARCHITECTURES: dict[str, tuple[str, Kind]] = {
     for name, family in FAMILIES.items()
     for kind, architecture in family.ARCHITECTURES.items()
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFamily:
+    """A family of a user's file: docs/add-a-model.md."""
+
+    model_type: str  # its name in config.json
+    architectures: Mapping[Kind, str]  # names in config.json by kind of model
+    read: Callable[[Mapping[str, Any]], ModelConfig]  # config.json -> sizes and features
+    write: Callable[[ModelConfig], dict[str, Any]]  # the keys of config.json that `read` needs
+    names: Callable[[ModelConfig, Kind], Names] = common_names  # tensors of the parameters
+
+    @property
+    def ARCHITECTURES(self) -> Mapping[Kind, str]:  # noqa: N802, as a module of ours has it
+        return self.architectures
+
+    def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig:
+        return replace(self.read(hf), family=self.model_type)
+
+    def to_hf_config(self, config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
+        named = {"model_type": self.model_type, "architectures": [self.architectures[kind]]}
+        return self.write(config) | named
+
+    def hf_names(self, config: ModelConfig, kind: Kind) -> Names:
+        return self.names(config, kind)
+
+
+def use_family(path: str) -> OwnFamily:
+    """Add the family at `path`, my_file.py:name, to the families of this process.
+
+    The path comes from a config or a flag, never from a file next to weights: its code runs.
+
+    Raises: ValueError where there is none, or where it has the name of one of ours.
+    """
+    family = references.load(path)
+    if not isinstance(family, OwnFamily):
+        raise ValueError(f"{path} is a {type(family).__name__}, not an OwnFamily")
+    own = {family.model_type, *family.architectures.values()}
+    known = {name for name, one in FAMILIES.items() if not isinstance(one, OwnFamily)}
+    known |= {a for a, (name, _) in ARCHITECTURES.items() if name in known}
+    if taken := own & known:
+        raise ValueError(f"{path}: {', '.join(sorted(taken))} is a family of ours; rename yours")
+    FAMILIES[family.model_type] = family
+    for kind, architecture in family.architectures.items():
+        ARCHITECTURES[architecture] = family.model_type, kind
+    return family
 
 
 def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
@@ -110,7 +159,8 @@ def _reason(hf: Mapping[str, Any]) -> str:
         return f"it has an encoder and a decoder, and only decoders are read; {families}"
     if kind in FAMILIES:
         return f"of {kind}, {' and '.join(FAMILIES[kind].ARCHITECTURES.values())} are read"
-    return f"no file of models/ describes its layers; {families}"
+    own = "a family of yours is family=my_file.py:family (docs/add-a-model.md)"
+    return f"no file of models/ describes its layers; {families}; {own}"
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:

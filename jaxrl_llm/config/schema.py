@@ -210,6 +210,7 @@ class ModelSettings(Record):
     path: str = ""  # Hugging Face folder, checkpoint or run folder; empty: hf_config
     # Sizes of a model with random weights, as in config.json.
     hf_config: FreeDict = field(default_factory=dict)
+    family: str = ""  # model family of yours, my_file.py:family: docs/add-a-model.md
     tensor: Whole = 0  # tensor size of this model on the same devices; 0: mesh.tensor
     dtype: DType = "float32"  # dtype of computation
     param_dtype: DType = "float32"  # dtype of the stored (master) weights

@@ -147,9 +147,9 @@ class OpenModel:
         return Server(engine, self.tokenizer, self.name, engine.settings.max_context, how)
 
 
-def open_model(model: ModelPath, *, dtype: DType = "float32") -> OpenModel:
+def open_model(model: ModelPath, *, dtype: DType = "float32", family: str = "") -> OpenModel:
     """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
-    settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype)
+    settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype, family=family)
     source = find_model(settings, context=1)  # `complete` knows the length
     tokenizer = find_tokenizer("", settings)
     check_vocabulary(tokenizer, source.config.vocab_size)

@@ -73,7 +73,7 @@ def generate(argv: list[str]) -> int:
         if flags.output.exists():
             raise ConfigError(f"--output={flags.output} exists; give a new file")
     settings = read_settings(AnswerSettings, _sampling(flags, "n", "batch_size"), "--")
-    model = library.open_model(flags.model, dtype=flags.dtype)
+    model = library.open_model(flags.model, dtype=flags.dtype, family=flags.family)
     if flags.prompts is not None:
         from jaxrl_llm.launch.answer_file import answer_file
 
@@ -92,7 +92,7 @@ def chat(argv: list[str]) -> int:
     """Talk with a model."""
     flags = flags_of.CHAT.read(argv)
     settings = read_settings(StreamSettings, _sampling(flags), "--")
-    model = library.open_model(flags.model, dtype=flags.dtype)
+    model = library.open_model(flags.model, dtype=flags.dtype, family=flags.family)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
             f"the model {flags.model} has no chat template; `jaxrl generate` answers plain prompts"
@@ -117,7 +117,9 @@ def serve(argv: list[str]) -> int:
     from jaxrl_llm.server.listening import open_socket
 
     open_socket(settings).close()  # before the model is opened
-    model = replace(library.open_model(flags.model, dtype=flags.dtype), name=flags.model)
+    model = replace(
+        library.open_model(flags.model, dtype=flags.dtype, family=flags.family), name=flags.model
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with model.serve(**vars(settings)) as server, suppress(KeyboardInterrupt):
         print(f"{flags.model} at {server.url}  (Ctrl-C ends it)", flush=True)
@@ -140,6 +142,8 @@ def evaluate(argv: list[str]) -> int:
     if flags.data:
         data = [("data.val_files", [flags.data]), ("data.val_tasks", "[]")]
         overrides = [*data, *overrides]
+    if flags.family:
+        overrides = [("actor.family", flags.family), *overrides]
     report = library.evaluate(
         flags.model,
         flags.config,
@@ -166,6 +170,7 @@ def export(argv: list[str]) -> int:
         dtype=flags.dtype,
         adapter=flags.adapter,
         max_shard_bytes=flags.max_shard_bytes or None,
+        family=flags.family,
     )
     print(f"wrote {written}")
     from jaxrl_llm.evaluation.trained_model import base_note

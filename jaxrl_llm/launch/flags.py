@@ -25,6 +25,11 @@ def _add_model(parser: Parser) -> None:
         "folder (its newest checkpoint)",
         required=True,
     )
+    _add_family(parser)
+
+
+def _add_family(parser: Parser) -> None:
+    parser.flag("--family=FILE:NAME", "the model's family, if it is yours", default="")
 
 
 def _add_sampling(parser: Parser, *, temperature: float, max_new_tokens: int) -> None:
@@ -171,6 +176,7 @@ EXPORT.flag(
     "a checkpoint (RUN/checkpoints/global_step_N), or a run's folder (its newest checkpoint)",
     required=True,
 )
+_add_family(EXPORT)
 EXPORT.flag("--output=DIR", "the directory to write", required=True)
 EXPORT.flag(
     "--role=actor",

@@ -140,11 +140,11 @@ def _with_objects(
     return load_config(config, changes)
 
 
-def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
+def open_model(model: str | Path, *, dtype: DType = "float32", family: str = "") -> "OpenModel":
     """Open a trained model to generate with: `open_model("runs/ppo").generate(["1+2="])`.
 
     `model` is a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint). The
-    model is on the first device and computes in `dtype`.
+    model is on the first device and computes in `dtype`. `family` is a family of yours, by path.
 
     Raises: ConfigError if there is no model, ValueError if it cannot be opened.
     """
@@ -153,7 +153,7 @@ def open_model(model: str | Path, *, dtype: DType = "float32") -> "OpenModel":
     with imports():
         from jaxrl_llm.evaluation.answering import open_model
 
-    return open_model(path, dtype=dtype)
+    return open_model(path, dtype=dtype, family=family)
 
 
 def evaluate(
@@ -235,12 +235,14 @@ def export(
     dtype: str | None = None,
     adapter: bool = False,
     max_shard_bytes: int | None = None,
+    family: str = "",
 ) -> Path:
     """Write a checkpoint as a Hugging Face folder, which `from_pretrained` opens. Returns its path.
 
     `model` is a checkpoint or a run's folder (its newest checkpoint). `role` is actor, critic,
     reward, reference or teacher. `dtype` is by default the dtype of the stored weights. LoRA
     adapters are merged into their base. With `adapter=True` only they are written, in PEFT's files.
+    `family` is a family of yours, by path.
 
     Raises: ConfigError if there is no such checkpoint or role, or `output` takes no files.
     """
@@ -250,6 +252,9 @@ def export(
     prepare(num_cpu_devices=0 if devices_are_used() else 1)
     with imports():
         from jaxrl_llm.evaluation.trained_model import export_checkpoint
+        from jaxrl_llm.models.families import use_family
 
+    if family:
+        use_family(family)
     limit = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     return export_checkpoint(checkpoint, output, role=role, dtype=dtype, adapter=adapter, **limit)

@@ -30,7 +30,7 @@ from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.config_json import check_hf_config
-from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config
+from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config, use_family
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
@@ -72,9 +72,13 @@ def find_model(
 def _described_model(
     settings: ModelSettings, tokenizer: Tokenizer | None, *, context: int
 ) -> ModelSource:
+    own = use_family(settings.family) if settings.family else None
     if not settings.path:
-        check_hf_config(settings.hf_config)
         hf = dict(settings.hf_config)
+        if own is None:
+            check_hf_config(hf)
+        else:
+            hf.setdefault("model_type", own.model_type)
         if tokenizer is not None:
             hf.setdefault("vocab_size", tokenizer.vocab_size)
         return ModelSource(config=config_from_hf(hf).for_context(context))

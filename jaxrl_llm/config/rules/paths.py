@@ -83,6 +83,8 @@ def functions(c: Config) -> Faults:
     for key, optimizer in every(c, OptimizerConfig):
         paths = {"name": optimizer.name, "schedule": optimizer.schedule}
         named |= {f"{key}.{k}": x for k, x in paths.items() if isinstance(x, str) and ":" in x}
+    models = every(c, ModelSettings)
+    named |= {f"{key}.family": model.family for key, model in models if model.family}
     for key, custom in every(c, Custom):
         if not isinstance(custom, Given):
             named[f"{key}.path"] = custom.path

@@ -1,6 +1,7 @@
 """The record of one answer of several turns: what the policy sampled, and what it observed."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.agents.call_formats import Call
@@ -85,3 +86,38 @@ class Trajectory:
         rewards = [turn.reward for turn in self.turns] + [self.final_reward]
         given = [reward for reward in rewards if reward is not None]
         return sum(given) if given else None
+
+
+IDS = ("response_ids", "mask", "logprobs")  # parts that a batch has as arrays
+
+
+def without_ids(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory without its IDS, in JSON's types."""
+    values = {name: value for name, value in asdict(trajectory).items() if name not in IDS}
+    return values | {"length": len(trajectory.response_ids)}
+
+
+def restored(
+    kept: Mapping[str, Any],
+    ids: Sequence[int],
+    mask: Sequence[float],
+    logprobs: Sequence[float],
+) -> Trajectory:
+    """The trajectory of what `without_ids` gave. Padding may follow its ids."""
+    values = dict(kept)
+    number = values.pop("length")
+    turns = [
+        Turn(**turn | {"calls": tuple(Call(**call) for call in turn["calls"])})
+        for turn in values["turns"]
+    ]
+    whole = Trajectory(**values)
+    return replace(
+        whole,
+        prompt_ids=tuple(whole.prompt_ids),
+        turns=tuple(turns),
+        response_ids=tuple(ids[:number]),
+        mask=tuple(int(x) for x in mask[:number]),
+        logprobs=tuple(logprobs[:number]),
+        messages=tuple(whole.messages),
+        drift=None if whole.drift is None else Drift(*whole.drift),
+    )

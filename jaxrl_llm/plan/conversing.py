@@ -330,7 +330,7 @@ def check_turns(config: Config, sampler: Role, *, greedy: bool) -> None:
     `greedy`: the algorithm compares samples with a greedy answer.
     """
     refused = {
-        "config.max_staleness": config.max_staleness > 0,
+        "config.partial_rollouts": config.partial_rollouts > 0,
         "config.placement.rollout": sampler.name != "actor",
         "config.mesh.generation.tensor": sampler.generation.size("mlp") > 1,
         "config.rollout.stop": bool(config.rollout.stop),

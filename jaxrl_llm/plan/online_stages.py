@@ -453,7 +453,7 @@ def _ahead(planned: tuple[Stage, ...]) -> tuple[Stage, ...]:
     ahead = [stage for stage in planned if stage.generates]
     known = {*INPUT_FIELDS, *(name for stage in ahead for name in stage.writes)}
     for stage in planned:
-        if stage.role == HOST and set(stage.reads) <= known:
+        if stage.role == HOST and stage not in ahead and set(stage.reads) <= known:
             ahead.append(stage)
             known |= set(stage.writes)
     return tuple(ahead)

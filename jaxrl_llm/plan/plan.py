@@ -69,13 +69,17 @@ class Phase:
 
     @property
     def generating(self) -> tuple[Segment, ...]:
-        """The collected segments on devices."""
-        return tuple(segment for segment in self.collecting if not segment.is_host)
+        """The collected segments on devices, and the one that samples several turns."""
+        return tuple(segment for segment in self.collecting if segment not in self.grading)
 
     @property
     def grading(self) -> tuple[Segment, ...]:
-        """The collected segments on the host."""
-        return tuple(segment for segment in self.collecting if segment.is_host)
+        """The collected segments on the host that grade."""
+        return tuple(
+            segment
+            for segment in self.collecting
+            if segment.is_host and not any(stage.generates for stage in segment.stages)
+        )
 
     @property
     def generated(self) -> list[str]:

@@ -30,9 +30,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.agents.setup import has_turns
+from jaxrl_llm.agents.trajectory import restored, without_ids
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed import transfer
-from jaxrl_llm.distributed.multihost import fetch, fetch_rows, place_held
+from jaxrl_llm.distributed.multihost import fetch, fetch_rows, gather_objects, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.partial_responses import NO_VERSION
 from jaxrl_llm.generation.slots import no_kept, no_routes
@@ -197,7 +199,11 @@ class AheadBatches(PromptBatches):
                 "version": each.version,
                 "complete": each.generated.done(),
                 "rounds": [
-                    {"policy_version": round.context.policy_version, "metrics": round.metrics}
+                    {
+                        "policy_version": round.context.policy_version,
+                        "metrics": round.metrics,
+                        "trajectories": self._trajectories(round),
+                    }
                     for round in each.rounds
                 ],
             }
@@ -452,10 +458,30 @@ class AheadBatches(PromptBatches):
 
     def _restore(self, each: Ahead, kept: Mapping[str, Any], arrays: Any) -> None:
         (old,), (fields,) = kept["rounds"], arrays
-        new = self._draw(each, Timer(), old["policy_version"])
-        new.batch, new.metrics = new.batch.replace(**fields), dict(old["metrics"])
+        self._redraw(each, old, fields)
         if kept["complete"]:
             self._completed(each)
+
+    def _redraw(self, each: Ahead, old: Mapping[str, Any], fields: Mapping[str, Any]) -> Round:
+        """The prompts of a round again, and what was generated for them."""
+        one = self._draw(each, Timer(), old["policy_version"])
+        one.batch, one.metrics = one.batch.replace(**fields), dict(old["metrics"])
+        known = {each["sample"]: each for each in old.get("trajectories", ())}
+        if known:
+            names = ("sample_ids", "responses", "mask", "rollout_logprobs")
+            rows = fetch_rows(tuple(one.batch[name] for name in names), one.context.rows)
+            one.context.trajectories = [
+                restored(known[sample], *ids)
+                for sample, *ids in zip(*(x.tolist() for x in rows), strict=True)
+            ]
+        return one
+
+    def _trajectories(self, one: Round) -> list[dict[str, Any]]:
+        """The answers of several turns of all processes, without their tokens."""
+        if not has_turns(self.plan.config):
+            return []
+        own = [without_ids(trajectory) for trajectory in one.context.trajectories]
+        return [each for part in gather_objects(own, "trajectories") for each in part]
 
     # ------------------------------------------------------------------------- metrics
 
@@ -598,7 +624,5 @@ class AheadFilteredBatches(AheadBatches):
     def _restore(self, each: Ahead, kept: Mapping[str, Any], arrays: Any) -> None:
         groups = self._open(each, self.plan.at(each.step))
         for old, fields in zip(kept["rounds"], arrays, strict=True):
-            one = self._draw(each, Timer(), old["policy_version"])
-            one.batch, one.metrics = one.batch.replace(**fields), dict(old["metrics"])
-            self._add(each, groups, one)
+            self._add(each, groups, self._redraw(each, old, fields))
         self._close(each, groups)

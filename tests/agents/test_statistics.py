@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.agents.call_formats import Call
 from jaxrl_llm.agents.statistics import metrics, records
-from jaxrl_llm.agents.trajectory import Drift, Trajectory, Turn
+from jaxrl_llm.agents.trajectory import Drift, Trajectory, Turn, restored, without_ids
 
 
 def trajectory(number, turns, mask, **fields):
@@ -64,3 +64,23 @@ def test_by_hand():
     assert set(metrics(records([trajectory(0, [], [], stop_reason="aborted")]))) == {
         *("env/masked_frac", "env/retries", "env/differs", "stop/aborted"),
     }
+
+
+def test_a_trajectory_comes_back_from_a_checkpoint():
+    call = Call("f", '{"a": 1}', {"a": 1}, id="x")
+    own = trajectory(
+        4,
+        [
+            Turn(start=0, end=2, message=1, calls=(call,), reward=0.25, state="s"),
+            Turn(start=3, end=4),
+        ],
+        [1, 1, 0, 1],
+        response_ids=(7, 8, 9, 5),
+        logprobs=(-0.5, -0.25, 0.0, -1.0),
+        messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": ""}),
+        drift=Drift(2, 1, 4),
+        failure="crash: it died",
+    )
+    kept = json.loads(json.dumps(without_ids(own)))
+    padded = [*own.response_ids, 0], [1.0, 1.0, 0.0, 1.0, 0.0], [*own.logprobs, 0.0]
+    assert restored(kept, *padded) == own

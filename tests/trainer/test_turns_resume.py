@@ -81,21 +81,27 @@ def read(folder):
     }
     samples = run.samples("train")
     for sample in samples.values():
-        del sample["extras"]["tool_s"]
+        for part in (sample["extras"], *sample["extras"]["turns"]):
+            del part["tool_s"]
     return metrics, samples, run.weights(STEPS)
 
 
-def test_a_run_killed_in_a_turn_ends_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_killed_in_a_turn_ends_with_the_same_bits(tmp_path, staleness):
+    """With staleness 1 a checkpoint holds the conversations of the next step."""
+    changes = {"max_staleness": staleness}
     write(tmp_path / "whole", deterministic=True)
-    rl.train(rl.load_config("grpo", keys_of(tmp_path / "whole")), train_data=ROWS)
+    rl.train(rl.load_config("grpo", keys_of(tmp_path / "whole", **changes)), train_data=ROWS)
     write(tmp_path / "cut", deterministic=True)
-    keys = keys_of(tmp_path / "cut")
+    keys = keys_of(tmp_path / "cut", **changes)
     assert kill_in_a_turn(tmp_path / "cut", keys)
     rl.train(rl.load_config("grpo", keys), train_data=ROWS)
     (metrics, samples, weights), expected = read(tmp_path / "cut"), read(tmp_path / "whole")
     assert metrics == expected[0]
     assert samples == expected[1]
     assert_same_bits(weights, expected[2])
+    versions = {step: sample["policy_version"] for (step, _), sample in samples.items()}
+    assert versions == {step: max(0, step - 1 - staleness) for step in range(1, STEPS + 1)}
     assert max(len(sample["extras"]["turns"]) for sample in samples.values()) >= 3
 
 

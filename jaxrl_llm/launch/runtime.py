@@ -72,6 +72,7 @@ def start(
     prepare(num_cpu_devices=num_cpu_devices, exact=config.exact != "off")
     set_log_level(config.log.level)
     join_processes()
+    _take_unequal_processes(config)
     # With a placement it is not known yet which of them are used.
     with _devices_are_opened(0 if config.placement else config.mesh.num_devices):
         meanwhile()
@@ -175,6 +176,30 @@ def prepare(*, num_cpu_devices: int = 0, exact: bool = False) -> None:
         _check_used_devices(num_cpu_devices, exact)
     else:
         _set_up_devices(num_cpu_devices, exact)
+
+
+def _take_unequal_processes(config: Config) -> None:
+    """Let processes have unequal numbers of devices, where the roles of a run are placed on them.
+
+    Raises: ConfigError without a placement: rows and layouts are shared out equally then.
+    """
+    import jax
+
+    sizes = [len(jax.local_devices(process)) for process in range(jax.process_count())]
+    if len(set(sizes)) == 1:
+        return
+    if not config.placement:
+        raise ConfigError(
+            f"the processes have {', '.join(map(str, sizes))} devices; start all with the same "
+            "number, or give roles their devices: config.node_groups, config.placement"
+        )
+    import orbax.checkpoint  # noqa: F401  # defines the flag
+    from absl import flags
+
+    # Orbax then meets at jax's coordinator. Its other way needs the same number in each process.
+    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
 
 
 def set_log_level(level: str) -> None:

@@ -555,7 +555,8 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
     if totals.first_reward is not None and totals.last_reward is not None:
         lines.append(f"  reward          {totals.first_reward:.3f} -> {totals.last_reward:.3f}")
     for name, last in totals.last.items():
-        if name.startswith("val-aux/") and not (name.endswith("/failures") and last):
+        auxiliary = name.startswith("val-aux/") and not (name.endswith("/failures") and last)
+        if auxiliary or name.startswith("timing_s/"):
             continue  # metrics.jsonl has them
         first = f"{totals.first[name]:.3f} -> " if name in totals.first else ""
         lines.append(f"  {name}  {first}{last:.3f}")

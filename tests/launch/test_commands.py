@@ -199,12 +199,13 @@ def test_the_command_that_a_run_ends_with_is_one(tmp_path):
 
 @pytest.mark.parametrize(("sign", "best"), [("", (4, 0.75)), ("-", (6, 0.25))])
 def test_the_summary_names_the_best_step(tmp_path, sign, best):
-    totals = RunTotals()
+    totals = RunTotals(last={"timing_s/testing": 1.5, "held_out": 0.25})
     for step, value in [(2, 0.5), (4, 0.75), (6, 0.25), (8, 0.75), (10, 0.25)]:
         totals.add_compared(step, f"{sign}held_out", value)
     summary = summary_in(tmp_path, totals=totals)
     line = f"  best step       {best[0]}: held_out {best[1]:.3f}"
-    assert line in summary_lines(summary, Config())
+    lines = summary_lines(summary, Config())
+    assert line in lines and "  held_out  0.250" in lines and "testing" not in str(lines)
     kept = tmp_path / "checkpoints" / f"global_step_{best[0]}"
     kept.mkdir(parents=True)
     assert f"{line}, in {kept}" in summary_lines(summary, Config())

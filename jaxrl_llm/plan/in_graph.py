@@ -197,6 +197,7 @@ def _why_not(config: c.Config) -> str:
     rollout, reward = config.rollout, config.reward
     reasons = {
         "config.rollout.in_graph is false": not rollout.in_graph,
+        "config.max_staleness lets the host generate ahead": config.max_staleness > 0,
         "config.rollout.tools are functions of the host": bool(rollout.tools),
         "config.reward.functions read what the host records": bool(reward.functions),
         "config.reward.model adds a score": reward.model is not None,

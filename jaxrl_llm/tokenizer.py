@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.chat_template import try_template
+from jaxrl_llm.images import MARK, ImageInput
 from jaxrl_llm.references import nearest
 from jaxrl_llm.token_bytes import UnknownBytes, bytes_of_tokens
 from jaxrl_llm.turns import Message, Turns
@@ -168,13 +169,20 @@ class CharTokenizer:
     template_text = ""
     added_tokens: Mapping[str, tuple[int, bool]] = {PAD_TOKEN: (0, True), EOS_TOKEN: (1, True)}
     limit: int | None = None  # size of the model's vocabulary, where it is smaller
+    images: ImageInput | None = None  # see `images.see_images`
 
     def __init__(self) -> None:
         self._texts = (PAD_TOKEN, EOS_TOKEN, *ALPHABET)
         self._ids = {text: i for i, text in enumerate(self._texts)}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the characters. ValueError names the first unknown character."""
+        """Ids of the characters. ValueError names the first unknown character.
+
+        With images, their mark has one id.
+        """
+        if self.images is not None and MARK in text:
+            parts = [self.encode(part) for part in text.split(MARK)]
+            return [*parts[0], *(i for part in parts[1:] for i in (self.images.token_id, *part))]
         try:
             return _within(self, [self._ids[character] for character in text])
         except KeyError as error:
@@ -261,6 +269,7 @@ class HFTokenizer:
     """transformers' AutoTokenizer for a local directory or a hub name. Never runs remote code."""
 
     limit: int | None = None  # size of the model's vocabulary, where it is smaller
+    images: ImageInput | None = None
 
     def __init__(self, path: str | Path) -> None:
         auto_tokenizer = _auto_tokenizer()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 import jax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,7 @@ class Prompt:
     ground_truth: Any = None
     columns: dict[str, Any] = field(default_factory=dict)  # the row's others, for reward functions
     row: int = 0  # position in its source, 0-based
+    images: tuple[Any, ...] = ()  # as the row has them: see images.py
 
     @property
     def answer(self) -> Any:
@@ -53,6 +54,10 @@ class RolloutBatch:
     prompt_lengths: Int[Array, " B"]
     sample_ids: UInt32[Array, " B"]  # counter in its step: the key of its draws
     group_ids: Int[Array, " B"]  # number of the prompt; equal for samples that answer the same
+    # Of a model with an image encoder: images, their tokens, patches of a token, values of a patch;
+    # and the place of each prompt token among the features of its row, -1 for text.
+    images: UInt8[Array, "B I N C Q"] | None = None
+    image_places: Int[Array, "B P"] | None = None
 
     responses: Int[Array, "B R"] | None = None  # sampled and observed tokens
     response_lengths: Int[Array, " B"] | None = None  # number of these tokens
@@ -123,9 +128,10 @@ ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch) if f.name != "extra"
 ROLLOUT_AXES = {
     f.name: tuple(get_args(f.type)[0].dim_str.split())
     for f in fields(RolloutBatch)
-    if f.name in ROLLOUT_FIELDS and f.default is None
+    if f.name in ROLLOUT_FIELDS and f.default is None and f.name not in ("images", "image_places")
 }
-INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids", "group_ids")
+IMAGE_FIELDS = ("images", "image_places")
+INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids", "group_ids", *IMAGE_FIELDS)
 
 
 @jax.tree_util.register_dataclass
@@ -136,6 +142,8 @@ class TokenBatch:
     tokens: Int[Array, "B T"]
     lengths: Int[Array, " B"]
     loss_mask: Float[Array, "B T"]  # 1 where the token is to be predicted; position 0 is always 0
+    images: UInt8[Array, "B I N C Q"] | None = None  # as in `RolloutBatch`
+    image_places: Int[Array, "B T"] | None = None
 
 
 @jax.tree_util.register_dataclass

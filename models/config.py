@@ -104,6 +104,51 @@ class GatedDelta:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vision:
+    """An image encoder of fixed-size images and its projector (arXiv:2408.12637).
+
+    A token of an image has a square of `scale` x `scale` patches.
+    """
+
+    model_type: str  # key of `image_models.IMAGE_MODELS`
+    image_size: int  # pixels of a side
+    patch_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    scale: int
+    image_token_id: int
+    norm_eps: float = 1e-6
+    # How a run computes it: the parts that learn.
+    train: Literal["none", "projector", "all"] = "none"
+
+    def __post_init__(self) -> None:
+        side, rest = divmod(self.image_size, self.patch_size)
+        if rest or side % self.scale:
+            raise ValueError(
+                f"image_size {self.image_size} does not divide into squares of {self.scale} "
+                f"patches of {self.patch_size}: change one of them"
+            )
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"the image encoder has hidden_size {self.hidden_size}, no multiple of its "
+                f"{self.num_heads} heads: change one of them"
+            )
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Tokens of an image, patches of a token, and values of a patch."""
+        cells = self.scale**2
+        return self.num_patches // cells, cells, 3 * self.patch_size**2
+
+
 LINEAR = -1  # in `ModelConfig.layer_kinds`: a gated delta rule in place of attention
 
 
@@ -162,6 +207,7 @@ class ModelConfig:
     latent: Latent | None = None  # multi-head latent attention
     attention_gate: bool = False  # a sigmoid of the layer's input multiplies attention's output
     delta: GatedDelta | None = None  # layers of a gated delta rule between attention layers
+    vision: Vision | None = None  # image encoder; None: a model of text alone
     # How a run computes it: weights and matmul of a language model's head are float32 in any dtype.
     float32_head: bool = False
 

@@ -31,6 +31,7 @@ from jaxrl_llm.models.layers import (
     rope_tables,
     scattered,
 )
+from jaxrl_llm.models.vision import Features
 
 # Activation checkpointing, from the least recomputation to the most. "none" keeps everything.
 # "projections" keeps the outputs of projections and attention. "attention" keeps the outputs of
@@ -214,6 +215,7 @@ class Decoder(Layer):
         residual_dtype: DTypeLike | None = None,
         run_layers: RunLayers | None = None,
         routing: Routing | None = None,
+        features: Features | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Hidden states after the final norm [B, T, D], new caches, and routers' statistics.
 
@@ -222,7 +224,7 @@ class Decoder(Layer):
         layers after the last whole period run one by one. `residual_dtype` is the dtype of the
         residual stream; None takes the parameters'. `run_layers` computes the layers in another
         way, but for leading dense ones. `routing` is for layers of experts, which are the first dim
-        of their routers' statistics.
+        of their routers' statistics. `features` replace the embeddings of some tokens.
 
         Requires: no cache with `scan` or `run_layers`.
         Raises: ValueError for `scan` over layers that repeat no pattern.
@@ -231,6 +233,8 @@ class Decoder(Layer):
         x_BTD = over_sequence(self.embed(tokens_BT))
         if (multiplier := self.config.embedding_multiplier) != 1.0:
             x_BTD = x_BTD * jnp.asarray(multiplier, x_BTD.dtype)
+        if features is not None:  # the multiplier is not theirs
+            x_BTD = features.inserted(x_BTD)
         if residual_dtype is not None:
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]

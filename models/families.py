@@ -14,6 +14,7 @@ from jaxrl_llm.models import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    image_files,
     llama,
     mistral,
     mixtral,
@@ -163,22 +164,24 @@ def _reason(hf: Mapping[str, Any]) -> str:
     return f"no file of models/ describes its layers; {families}; {own}"
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of any supported config.json."""
+def config_from_hf(hf: Mapping[str, Any], *, images: bool = False) -> ModelConfig:
+    """The ModelConfig of any supported config.json; with `images`, of the whole image model."""
     name, _ = find_architecture(hf)
-    if image_model_of(hf) is not None:
-        hf = language_config(hf)
-    return FAMILIES[name].config_from_hf(hf)
+    text = language_config(hf) if image_model_of(hf) is not None else hf
+    config = FAMILIES[name].config_from_hf(text)
+    return replace(config, vision=image_files.vision_from_hf(hf)) if images else config
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json that describe this model."""
-    return FAMILIES[config.family].to_hf_config(config, kind)
+    text = FAMILIES[config.family].to_hf_config(config, kind)
+    return text if config.vision is None else image_files.to_hf_config(text, config)
 
 
 def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path, such as ("decoder", "embed", "table")."""
-    return FAMILIES[config.family].hf_names(config, kind)
+    text = FAMILIES[config.family].hf_names(config, kind)
+    return text if config.vision is None else image_files.hf_names(text, config, kind)
 
 
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
@@ -199,6 +202,11 @@ def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
 
 def check_kind(config: ModelConfig, kind: Kind) -> None:
     """Raises: ValueError for a kind of model that transformers cannot read of this family."""
+    if kind == "scalar" and config.vision is not None:
+        raise ValueError(
+            "config.data.max_images: critics and reward models do not see images; take an "
+            "algorithm without a critic, such as grpo (docs/vision.md)"
+        )
     if kind not in FAMILIES[config.family].ARCHITECTURES:
         raise ValueError(
             f"{config.family} has no scalar model in transformers: give the critic or reward model "

@@ -16,12 +16,19 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
 from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.layers import Embedding, Form, Layer, Projection
+from jaxrl_llm.models.vision import ImageEncoder, Media
 
 
 class _WithDecoder(Layer):
     """Calling a model runs its decoder. The caller applies the head to the tokens that need it."""
 
     decoder: Decoder
+    vision: Any = None  # the image encoder, where the config has one
+
+    def _see(self, config: ModelConfig, dtype: DTypeLike) -> None:
+        """Add the image encoder of the config."""
+        if config.vision is not None:
+            self.vision = ImageEncoder(config, config.vision, dtype=dtype)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -45,8 +52,10 @@ class _WithDecoder(Layer):
         residual_dtype: DTypeLike | None = None,
         run_layers: RunLayers | None = None,
         routing: Routing | None = None,
+        media: Media | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Hidden states, the new cache, and routers' statistics; see `Decoder.__call__`."""
+        features = None if media is None else self.vision(media)
         hidden_BTD, cache, routed = self.decoder(
             tokens_BT,
             positions_BT,
@@ -57,6 +66,7 @@ class _WithDecoder(Layer):
             residual_dtype=residual_dtype,
             run_layers=run_layers,
             routing=routing,
+            features=features,
         )
         return self._for_head(hidden_BTD), cache, routed
 
@@ -70,6 +80,7 @@ class CausalLM(_WithDecoder):
     def __init__(self, config: ModelConfig, *, form: Form, dtype: DTypeLike) -> None:
         self.decoder = Decoder(config, form=form, dtype=dtype)
         self.head = None if config.tie_word_embeddings else Embedding(config, dtype=dtype)
+        self._see(config, dtype)
 
     def _for_head(self, hidden_BTD: jax.Array) -> jax.Array:
         """Hidden states whose product with the table gives the logits as the family scales them."""
@@ -94,6 +105,7 @@ class ScalarModel(_WithDecoder):
         # Zeros, so that a new critic predicts 0 everywhere instead of noise.
         shape = (config.hidden_size, 1)
         self.score = Projection(shape, ("embed", "value"), init="zeros", dtype=dtype)
+        self._see(config, dtype)
 
     def scores(self, hidden_BTD: jax.Array) -> jax.Array:
         """float32 score of every token [B, T]."""

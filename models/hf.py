@@ -557,7 +557,7 @@ FEW = {
         "rotary_factor", "interleaved_rope", "local_rope_theta", "attention_multiplier",
         "attention_softcap", "logits_softcap", "embedding_multiplier", "residual_multiplier",
         "logits_scaling", "attention_out_bias", "attention_sinks", "expert_bias", "swiglu_limit",
-        "latent", "attention_gate", "delta",
+        "latent", "attention_gate", "delta", "vision",
     )
 }  # fmt: skip
 

@@ -133,8 +133,12 @@ def stored_names(names: Names, stored: Iterable[str]) -> Names:
         raise ValueError(
             f"no tensor ends in {TABLE}: the folder lacks the language model's weights"
         )
-    prefix = table.removesuffix(TABLE)
     head = next((name for name in stored if name.endswith(HEAD)), HEAD)
+    return with_prefix(names, table.removesuffix(TABLE), head)
+
+
+def with_prefix(names: Names, prefix: str, head: str = HEAD) -> Names:
+    """`names` with another prefix than "model."; `head` is the name of the head."""
 
     def renamed(tensor: HFTensor) -> HFTensor:
         own = tensor.name

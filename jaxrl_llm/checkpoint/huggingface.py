@@ -94,14 +94,14 @@ def model_directory(path: str | Path) -> Path:
         ) from error
 
 
-def load_model_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face directory.
+def load_model_config(directory: str | Path, *, images: bool = False) -> ModelConfig:
+    """The ModelConfig of a Hugging Face directory; with `images`, of the whole image model.
 
     Raises:
         ValueError: config.json is missing, names an architecture or a feature that is not
             supported, or has a NaN, infinite or non-positive number where none can be.
     """
-    return config_from_hf(read_config_json(Path(directory)))
+    return config_from_hf(read_config_json(Path(directory)), images=images)
 
 
 def load_model_kind(directory: str | Path) -> Kind:
@@ -117,7 +117,8 @@ def image_model_in(directory: str | Path) -> str | None:
 def _names_in(directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> Names:
     """The tensor of each parameter as this folder names it."""
     names = hf_names(spec.config, spec.kind)
-    return names if image_model_in(directory) is None else stored_names(names, stored)
+    half = spec.config.vision is None and image_model_in(directory) is not None
+    return stored_names(names, stored) if half else names
 
 
 def import_params(
@@ -380,7 +381,7 @@ def _check_tensors(
         for name in stored
         if name not in wanted and not ignored_tensor(spec.config, spec.kind, name)
     ]
-    if image_model_in(directory) is not None:  # the others belong to its encoder
+    if spec.config.vision is None and image_model_in(directory) is not None:  # its encoder's
         unexpected = []
     if missing or unexpected:
         parts = [

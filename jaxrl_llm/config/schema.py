@@ -155,6 +155,7 @@ class DataConfig(Record):
     max_response_length: Count = 512  # tokens of the longest response
     # Handling of prompts and rows that are too long: an error, or the side that is cut.
     truncation: Literal["error", "left", "right", "middle"] = "error"
+    max_images: Whole = 0  # images of a row at most; 0: text alone, of an image model too
     filter_overlong_prompts: bool = False  # whether prompts over max_prompt_length are left out
     shuffle: bool = True  # whether each epoch has a new order of rows
     # Online: the weight by which prompts are drawn from their earlier scores, instead of epochs.
@@ -257,11 +258,19 @@ class AdaptedSettings(ModelSettings):
     base_dtype: Literal["", "float32", "bfloat16", "float8"] = ""
 
 
+class VisionConfig(Record):
+    """The image encoder of the actor; read with data.max_images."""
+
+    # Parts of the encoder that learn. The projector maps its features to the decoder.
+    train: Literal["none", "projector", "all"] = "none"
+
+
 class ActorConfig(AdaptedSettings):
     """The policy and its update."""
 
     # Weights of a Python program, in place of the weights at `path`: docs/jax-users.md.
     params: Params = None
+    vision: VisionConfig = VisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ppo_mini_batch_size: Count = 128  # prompts per optimizer step
     ppo_epochs: Count = 1  # passes over the samples of an iteration

@@ -79,6 +79,14 @@ class GuessGames(Task, kind="guess_games"):
     heeds: Fraction = 0.0  # share of the guesses that heed the hints
 
 
+class CountDots(Task, kind="count_dots"):
+    """Drawn images of dots to be counted; the model has an image encoder."""
+
+    most: Annotated[int, Ge(1), Le(9)] = 6  # dots of an image
+    pixels: Annotated[int, Ge(24), Le(1024)] = 48  # pixels of a side
+    space: Count = 4000  # images, by number
+
+
 class MazeGames(Task, kind="maze_games"):
     """Mazes without walls, with demonstrations that walk at random."""
 

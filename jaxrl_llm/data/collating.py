@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.data.share import Mapped, Share
-from jaxrl_llm.types import OfflineBatch, Prompt, RolloutBatch, TokenBatch
+from jaxrl_llm.images import ImageInput
+from jaxrl_llm.types import IMAGE_FIELDS, OfflineBatch, Prompt, RolloutBatch, TokenBatch
 
 
 def pad_rows(
@@ -30,7 +31,9 @@ def collate_prompts(
     return pad_rows(rows, length, pad_id), np.array([len(row) for row in rows], np.int32)
 
 
-def collate_tokens(examples: Sequence[TokenExample], *, length: int, pad_id: int) -> TokenBatch:
+def collate_tokens(
+    examples: Sequence[TokenExample], *, length: int, pad_id: int, images: ImageInput | None = None
+) -> TokenBatch:
     """A TokenBatch of numpy arrays [B, length]. The loss mask is 0 at position 0."""
     rows = [example.token_ids for example in examples]
     mask = pad_rows([example.loss_mask for example in examples], length, 0, np.float32)
@@ -40,7 +43,20 @@ def collate_tokens(examples: Sequence[TokenExample], *, length: int, pad_id: int
         "lengths": np.array([len(row) for row in rows], np.int32),
         "loss_mask": mask,
     }
-    return TokenBatch(**arrays)
+    return TokenBatch(**arrays, **image_arrays(images, rows, examples, length))
+
+
+def image_arrays(
+    images: ImageInput | None,
+    rows: Sequence[Sequence[int]],
+    items: Sequence[TokenExample] | Sequence[Prompt],
+    length: int,
+) -> dict[str, Any]:
+    """The pixels of the images of rows, and their places in `length` tokens; {} without images."""
+    if images is None:
+        return {}
+    pixels = images.pixels([item.images for item in items])
+    return dict(zip(IMAGE_FIELDS, (pixels, images.places(rows, length)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ def collate_records(
     before: OfflineRecord | None = None,
     size: int = 0,
     rows: Sequence[int] | None = None,
+    images: ImageInput | None = None,
 ) -> OfflineBatch:
     """An OfflineBatch of numpy arrays. Rows are [B, length].
 
@@ -138,7 +155,7 @@ def collate_records(
         index=index,
         weights=weights,
         **{
-            name: collate_tokens(rows, length=length, pad_id=pad_id)
+            name: collate_tokens(rows, length=length, pad_id=pad_id, images=images)
             for name, rows in groups.items()
         },
         **numbers,
@@ -162,6 +179,7 @@ def prompt_batch(
     max_prompt_length: int,
     pad_id: int,
     first_sample: int = 0,
+    images: ImageInput | None = None,
 ) -> RolloutBatch:
     """numpy batch of these rows of n samples a prompt, group after group.
 
@@ -173,7 +191,9 @@ def prompt_batch(
     chosen = [prompts.get(group, none) for group in groups.tolist()]
     tokens, lengths = collate_prompts(chosen, length=max_prompt_length, pad_id=pad_id)
     # numpy arrays until the batch is placed on the mesh.
-    fields: dict[str, Any] = {
+    ids = [prompt.token_ids for prompt in chosen]
+    seen = image_arrays(images, ids, chosen, max_prompt_length)
+    fields: dict[str, Any] = {name: array[group_of] for name, array in seen.items()} | {
         "prompts": tokens[group_of],
         "prompt_lengths": lengths[group_of],
         "sample_ids": (first_sample + rows).astype(np.uint32),

@@ -522,6 +522,7 @@ def _say_what_is_left_out(
 
 
 def _fit_prompt(prompt: Prompt, limit: int, truncation: str) -> Prompt:
+    truncation = "error" if prompt.images else truncation  # no image is cut
     kept = kept_positions(len(prompt.token_ids), limit, truncation)
     if len(kept) == len(prompt.token_ids):
         return prompt
@@ -529,6 +530,7 @@ def _fit_prompt(prompt: Prompt, limit: int, truncation: str) -> Prompt:
 
 
 def _fit_example(example: TokenExample, limit: int, truncation: str) -> TokenExample:
+    truncation = "error" if example.images else truncation
     kept = kept_positions(len(example.token_ids), limit, truncation)
     ids = tuple(example.token_ids[i] for i in kept)
     mask = tuple(example.loss_mask[i] for i in kept)

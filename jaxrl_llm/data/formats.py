@@ -19,11 +19,12 @@ ValueError with the reason why a row is set aside.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.data.sources import parse_json
+from jaxrl_llm.images import MARK, images_of
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.turns import Piece, Turns
 from jaxrl_llm.types import Prompt
@@ -52,6 +53,7 @@ COLUMNS = {
     "messages": ("messages",),
     "text": ("text",),
 }
+IMAGES = ("images", "image")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # All that a row of supervised or preference training is made of. Prompts keep every column.
 TRAINED_COLUMNS = (
@@ -59,6 +61,7 @@ TRAINED_COLUMNS = (
     *("tools", "chat_template_kwargs", "data_source", "margin"),
     *MEDIA,
 )
+PARTS = ("image", "image_url")  # types of content parts that hold an image
 STEP_SEPARATOR = "\n"  # text between the steps of a stepwise row, as in TRL
 # Keys of a message that leave its turn out of the loss where they are 0 or false.
 LEARNED_KEYS = ("weight", "train", "loss_mask")
@@ -84,6 +87,7 @@ class TokenExample:
     loss_mask: tuple[int, ...]
     data_source: str = "default"
     row: int = 0
+    images: tuple[Any, ...] = ()  # as the row has them: see images.py
 
     @property
     def answer(self) -> Any:
@@ -145,18 +149,24 @@ def prompt_of(
     row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, data_source: str, index: int
 ) -> Prompt:
     """A prompt for RL. `data_source` is the default for rows that name none."""
-    _require(row, kind)
+    _require(row, kind, tokenizer)
     row = _with_parsed_reward_model(row)
     value, _ = _text_or_messages(row["prompt"], "prompt")
+    seen, images = images_of(tokenizer), row_images(row)
     if isinstance(value, str):
         _refuse_tools(row)
         text, ids = value, _with_bos(tokenizer.encode(value), tokenizer)
     else:
-        text = _turns(row, tokenizer).prompt(value)
+        asked = value if seen is None else with_image_parts(value, len(images))
+        text = _turns(row, tokenizer).prompt(asked)
         ids = tokenizer.encode(text)
     if not ids:
         raise ValueError("the prompt has no tokens")
+    if seen is not None:
+        ids = seen.expanded(ids)
+        seen.check(ids, images)
     return Prompt(
+        images=images,
         token_ids=tuple(ids),
         text=text,
         messages=None if isinstance(value, str) else tuple(value),
@@ -182,10 +192,14 @@ def examples_of(
     several rows. For `text` it is on all but the first token. A pair gives its two answers, and a
     stepwise row its steps.
     """
-    return [
-        _example(pieces, _data_source(row, data_source), index)
-        for pieces in learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
-    ]
+    seen, images = images_of(tokenizer), row_images(row)
+    rows = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
+    if seen is not None:
+        rows = [[replace(p, ids=seen.expanded(p.ids)) for p in pieces] for pieces in rows]
+        for pieces in rows:
+            seen.check([i for piece in pieces for i in piece.ids], images)
+    source = _data_source(row, data_source)
+    return [replace(_example(pieces, source, index), images=images) for pieces in rows]
 
 
 def pairs_of(
@@ -232,7 +246,7 @@ def learned_pieces(
 
     A row of the kind `prompt` or `verl` gives its prompt.
     """
-    _require(row, kind)
+    _require(row, kind, tokenizer)
     if kind == "text":
         text = _text(row["text"], "text")
         ids = [*_with_bos(tokenizer.encode(text), tokenizer)]
@@ -361,14 +375,70 @@ def kept_positions(length: int, limit: int, truncation: str) -> range | list[int
     )
 
 
-def _require(row: Mapping[str, Any], kind: str) -> None:
-    """ValueError for a row that lacks a column of its format, or holds more than text."""
-    if held := [name for name in MEDIA if row.get(name)]:
-        raise ValueError(f"column {held[0]!r} is filled, and models are trained on text here")
+def _require(row: Mapping[str, Any], kind: str, tokenizer: Tokenizer) -> None:
+    """ValueError for a row without a column of its format, or with what the model cannot see."""
+    seen = () if images_of(tokenizer) is None else IMAGES
+    if held := [name for name in MEDIA if name not in seen and _is_filled(row.get(name))]:
+        raise ValueError(
+            f"column {held[0]!r} is filled, and the model reads text alone here; for images of an "
+            "image model set config.data.max_images (docs/vision.md)"
+        )
+    # An image in an answer is not read. Those of a prompt are, by a model that sees.
+    unseen = COLUMNS[kind] if images_of(tokenizer) is None else ("chosen", "rejected", "completion")
+    for column in unseen:
+        for where, part in parts_of(row, column):
+            raise ValueError(
+                f"{where} is of type {part['type']}, and models are trained on text here"
+            )
     for column in COLUMNS[kind]:
         if row.get(column) is None:
             state = "is null" if column in row else "is missing"
             raise ValueError(f"column {column!r} {state}")
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and not (isinstance(value, list | tuple | str) and not value)
+
+
+def row_images(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The images of a row: of its columns, or else of the content parts of its messages."""
+    for name in IMAGES:
+        if _is_filled(value := row.get(name)):
+            return tuple(value) if isinstance(value, list | tuple) else (value,)
+    parts = (part for column in ("prompt", "messages") for _, part in parts_of(row, column))
+    # A part with its type alone is a mark.
+    return tuple(
+        {key: x for key, x in part.items() if key != "type"} for part in parts if len(part) > 1
+    )
+
+
+def parts_of(row: Mapping[str, Any], column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The content parts of a column that hold an image, and where they stand."""
+    messages = row.get(column)
+    for i, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in PARTS:
+                yield f"{column}[{i}].content[{j}]", part
+
+
+def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Messages whose contents are parts, with an image for each mark in their text.
+
+    Without any mark the images come before the first text of the user, as in TRL.
+    """
+    asked = [dict(message) for message in messages]
+    if images and not any(MARK in str(message.get("content", "")) for message in asked):
+        first = next((m for m in asked if m["role"] == "user"), asked[0])
+        first["content"] = MARK * images + str(first.get("content", ""))
+    for message in asked:
+        if isinstance(content := message.get("content"), str):
+            texts = content.split(MARK)
+            parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
+            for text in texts[1:]:
+                parts += [{"type": "image"}, {"type": "text", "text": text}]
+            message["content"] = [part for part in parts if part.get("text") != ""]
+    return asked
 
 
 def _text(value: Any, column: str, *, may_be_empty: bool = False) -> str:
@@ -455,6 +525,9 @@ def _joined_parts(parts: list[Any], where: str) -> str:
     texts = []
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind in PARTS:  # `row_images` has the image
+            texts.append(MARK)
+            continue
         if kind != "text":
             raise ValueError(f"{where}[{i}] is of type {kind}, and models are trained on text here")
         texts.append(_text(part.get("text"), f"{where}[{i}].text", may_be_empty=True))

@@ -26,6 +26,7 @@ from jaxrl_llm.data.priority import PriorityLoader, weight_function
 from jaxrl_llm.data.shaping import Shape
 from jaxrl_llm.data.share import Picked, Share, own_indices
 from jaxrl_llm.distributed.multihost import HostRows, gather_objects, is_main
+from jaxrl_llm.images import ImageInput, images_of
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import OfflineBatch, Prompt
 
@@ -199,7 +200,7 @@ def sft_batches(
             f"{error}. config.{key} has no data of its own and takes the run's; "
             f"--config.{key}=null leaves this training out"
         ) from None
-    collate = collate_with(config, tokenizer.pad_id, rows)
+    collate = collate_with(config, tokenizer.pad_id, rows, images=images_of(tokenizer))
     return _loader(config, training, examples, collate, SFT_STREAM)
 
 
@@ -225,7 +226,14 @@ def preference_data(
     return _loader(config, training, pairs, collate, REWARD_STREAM), batches
 
 
-def collate_with(config: Config, pad_id: int, rows: HostRows, *, mismatched: bool = False) -> Any:
+def collate_with(
+    config: Config,
+    pad_id: int,
+    rows: HostRows,
+    *,
+    mismatched: bool = False,
+    images: ImageInput | None = None,
+) -> Any:
     """Makes the rows of a batch that this process holds."""
     return partial(
         collate_records,
@@ -233,6 +241,7 @@ def collate_with(config: Config, pad_id: int, rows: HostRows, *, mismatched: boo
         pad_id=pad_id,
         mismatched=mismatched,
         rows=rows.read.tolist(),
+        images=images,
     )
 
 

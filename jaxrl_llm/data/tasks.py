@@ -8,11 +8,15 @@ matter, so no text is both a training and a held-out problem, also across two co
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from random import Random
 from typing import Any
+
+from jaxrl_llm.images import MARK
 
 HELD_OUT_SHARE = 10  # one problem in this many is held out
 NUM_GAMES = 10_000  # games of a kind, by number
@@ -39,6 +43,7 @@ class Problem:
     question: str
     answer: str
     demonstration: str = ""  # an answer of several turns, observations among them
+    image: Callable[[], bytes] | None = None  # draws the image of the prompt, a PNG file
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,40 @@ def calculator_calls(*, first_digits: int = 2, second_digits: int = 2) -> Proble
     return ProblemSpace(f"calculator_{first_digits}x{second_digits}", space.size, problem)
 
 
+def count_dots(*, most: int = 6, pixels: int = 48, space: int = 4000) -> ProblemSpace:
+    """Images of 1 to `most` dots, which do not touch, to be counted."""
+
+    def problem(index: int) -> Problem:
+        draw = Random(f"dots {index} {most} {pixels}")
+        number, radius = draw.randint(1, most), pixels // 12
+        colour = tuple(draw.randint(0, 120) for _ in range(3))
+        dots: list[tuple[int, int]] = []
+        while len(dots) < number:
+            x, y = (draw.randint(radius, pixels - 1 - radius) for _ in range(2))
+            if all((x - a) ** 2 + (y - b) ** 2 > (2 * radius + 2) ** 2 for a, b in dots):
+                dots.append((x, y))
+        question = f"{MARK}Picture {index}: how many dots are there? Answer with the number only."
+        image = partial(_drawn_dots, pixels, radius, colour, dots)
+        return Problem(f"{MARK}{index}=", question, str(number), image=image)
+
+    return ProblemSpace(f"count_dots_{most}", space, problem)
+
+
+def _drawn_dots(
+    size: int, radius: int, colour: tuple[int, ...], dots: Sequence[tuple[int, int]]
+) -> bytes:
+    """A light image with dots of one colour, as a PNG file."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (size, size), (235, 235, 235))
+    canvas = ImageDraw.Draw(image)
+    for x, y in dots:
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
 def guess_games(
     *, low: int = 1, high: int = 31, turns: int = 6, heeds: float = 0.0
 ) -> ProblemSpace:
@@ -179,6 +218,7 @@ def _cell(x: int, y: int) -> str:
 TASKS: dict[str, Callable[..., ProblemSpace]] = {
     "calculator_calls": calculator_calls,
     "chain_sum": chain_sum,
+    "count_dots": count_dots,
     "guess_games": guess_games,
     "maze_games": maze_games,
     "products": products,
@@ -385,6 +425,7 @@ def _row(problem: Problem, name: str, split: str, index: int, style: str) -> dic
         "completion": _answered(problem.demonstration or problem.answer, style),
         "ground_truth": problem.answer,
         "extra_info": {"split": split, "index": index},
+        **({} if problem.image is None else {"images": [{"bytes": problem.image()}]}),
     }
 
 

@@ -47,9 +47,11 @@ from jaxrl_llm.generation.engine import (
     generate_on_mesh,
 )
 from jaxrl_llm.generation.memory import GB, Replica, fitted
+from jaxrl_llm.generation.queue import Images
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
+from jaxrl_llm.images import images_of
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.plan.conversing import (
     PROMPTS,
@@ -186,7 +188,7 @@ class Validator:
                 answering.begin,
                 [partial(answering.tail, number) for number in tails],
                 answering.end,
-                num_arguments=6,
+                num_arguments=8,
                 place=replicated(self._mesh),
                 out_shardings=self._sharding,
                 compiler_options=options,
@@ -210,8 +212,10 @@ class Validator:
                 max_prompt_length=self._max_prompt_length,
                 pad_id=self._tokenizer.pad_id,
                 first_sample=first,
+                images=images_of(self._tokenizer),
             )
-            arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids)
+            seen = None if batch.images is None else Images(batch.images, batch.image_places)
+            arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids, None, seen)
             if isinstance(self._turns, Conversations):
                 numbers = [first + row for row in self._rows.owned.tolist()]
                 kept = [i for i in numbers if i < self.num_prompts * self._n]
@@ -382,6 +386,7 @@ class _Answering:
         seed: Any,
         step: Any,
         numbers: Any = None,
+        images: Any = None,
     ) -> tuple[jax.Array, ...]:
         """Tokens [N, R], their number [N] and log-probs [N, R]; with turns, as in RECORDED."""
         spec, sampled = sampling_model(self.role.spec, params, self.dtype)
@@ -396,6 +401,7 @@ class _Answering:
             layout=self.role.generation,
             stored=self.role.layout,
             numbers_NK=numbers,
+            images=images,
         )
         answers = out.tokens, out.lengths, out.logprobs
         if out.turns is None:
@@ -407,7 +413,7 @@ class _Answering:
         return self._generation(*inputs).begin(spec, sampled, params)
 
     def tail(self, number: int, params: Params, *inputs_and_carried: Any) -> tuple[Any, Any]:
-        inputs, carried = inputs_and_carried[:5], inputs_and_carried[5:]
+        inputs, carried = inputs_and_carried[:7], inputs_and_carried[7:]
         return self._generation(*inputs).tail(number, params, *carried)
 
     def end(
@@ -418,7 +424,14 @@ class _Answering:
         return out.tokens, out.lengths, out.logprobs
 
     def _generation(
-        self, prompts: Any, lengths: Any, sample_ids: Any, seed: Any, step: Any
+        self,
+        prompts: Any,
+        lengths: Any,
+        sample_ids: Any,
+        seed: Any,
+        step: Any,
+        numbers: Any,
+        images: Any,
     ) -> GenerationInPieces:
         return GenerationInPieces(
             prompts_NP=prompts,
@@ -426,6 +439,7 @@ class _Answering:
             sample_ids_N=sample_ids,
             seed_key=_key(seed, step),
             settings=self.settings,
+            images=images,
         )
 
 

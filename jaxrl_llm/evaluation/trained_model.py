@@ -30,6 +30,7 @@ from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.evaluation.evaluate import Validation, open_validator
 from jaxrl_llm.evaluation.model_card import RunFacts, model_card
 from jaxrl_llm.generation.memory import GB
+from jaxrl_llm.images import see_images
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import FLOAT8_BASE, model_spec
 from jaxrl_llm.models.config import Kind, ModelConfig
@@ -39,6 +40,7 @@ from jaxrl_llm.plan.in_graph import open_token_turns
 from jaxrl_llm.plan.models import (
     find_model,
     find_tokenizer,
+    image_input,
     image_model_of_checkpoint,
     open_meshes,
     spec_of,
@@ -64,8 +66,10 @@ def evaluate(config: Config) -> Validation:
     tokenizer = find_tokenizer("", config.actor)
     set_chat_variables(tokenizer, config.data.chat_template_kwargs)
     mesh = open_meshes(config, tokenizer)["actor"]
-    source = find_model(config.actor, context=config.data.max_row_length)
+    images = config.data.max_images
+    source = find_model(config.actor, context=config.data.max_row_length, images=images)
     check_vocabulary(tokenizer, source.config.vocab_size)
+    see_images(tokenizer, image_input(source.config.vision, images))
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     config = _with_memory(config, role)
@@ -266,7 +270,11 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
     own = settings.get(role)
     if config and own is not None and (own.path or own.hf_config):
         return find_model(own, context=config.data.max_row_length).config
-    return load_model_config(checkpoint.parent / layout.HUGGINGFACE)
+    images = config is not None and config.data.max_images > 0
+    model = load_model_config(checkpoint.parent / layout.HUGGINGFACE, images=images)
+    if config is None or model.vision is None:
+        return model
+    return replace(model, vision=replace(model.vision, train=config.actor.vision.train))
 
 
 def _base_dtype(adapters: StoredModel) -> str:

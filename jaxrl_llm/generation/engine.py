@@ -40,7 +40,7 @@ from jaxrl_llm.generation.in_graph import TurnRecord, begin_turns, record_of
 from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, in_place_of, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
-from jaxrl_llm.generation.queue import Queue, make_queue
+from jaxrl_llm.generation.queue import Images, Queue, make_queue
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings, Quantization
 from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implementation
@@ -107,6 +107,7 @@ class Samples(NamedTuple):
     limits: jax.Array
     begun: jax.Array | None
     numbers: jax.Array | None = None  # numbers of the rows for `settings.turns`, [N, K]
+    images: Images | None = None
 
 
 def compiler_options(samples: int, num_slots: int) -> dict[str, int]:
@@ -135,6 +136,7 @@ def generate(
     num_continued: int = 0,
     heads: HeadAxes | None = None,
     numbers_NK: jax.Array | None = None,
+    images: Images | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
@@ -165,6 +167,7 @@ def generate(
         num_continued=num_continued,
         heads=heads,
         numbers_NK=numbers_NK,
+        images=images,
     )
     state = engine.empty()
     if prompts_NP.shape[0] > 0:
@@ -251,6 +254,7 @@ class GenerationInPieces:
     seed_key: jax.Array
     settings: GenerationSettings
     limits_N: jax.Array | None = None
+    images: Images | None = None
 
     def begin(
         self, spec: ModelSpec, params: Any, trained: Any
@@ -296,6 +300,7 @@ class GenerationInPieces:
             self.seed_key,
             self.settings,
             limits_N=self.limits_N,
+            images=self.images,
             in_generation_form=in_generation_form,
         )
 
@@ -332,6 +337,7 @@ def _engine(
     begun_N: jax.Array | None = None,
     num_continued: int = 0,
     heads: HeadAxes | None = None,
+    images: Images | None = None,
     in_generation_form: bool = False,
     numbers_NK: jax.Array | None = None,
 ) -> _Engine:
@@ -407,7 +413,7 @@ def _engine(
             record_kept=num_kept if settings.record_kept else 0,
             turns=turns,
         ),
-        prefill=partial(prefill, spec, params, queue, sizes, **how),
+        prefill=partial(prefill, spec, params, queue, sizes, images=images, **how),
         decode=step,
         decode_tail=partial(step, in_tail=True),
         fill_slots=partial(fill_slots, queue, pages),
@@ -433,6 +439,7 @@ def generate_on_mesh(
     begun_N: jax.Array | None = None,
     continued: Samples | None = None,
     numbers_NK: jax.Array | None = None,
+    images: Images | None = None,
 ) -> GenerationOutput:
     """`generate` on every replica of a layout, each with its share of the prompts.
 
@@ -480,13 +487,16 @@ def generate_on_mesh(
                 num_continued=number,
                 heads=_head_axes(spec.config, group, layout) if split else None,
                 numbers_NK=every.numbers,
+                images=every.images,
             )
         output = jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
         return _parted(output, continued)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
     new = Samples(
-        *(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N, numbers_NK)
+        *(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N),
+        numbers=numbers_NK,
+        images=images,
     )
     each: Any = rows
     new_specs = jax.tree.map(lambda _: each, new)._replace(seed_keys=whole)

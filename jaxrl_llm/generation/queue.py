@@ -28,6 +28,13 @@ class Rows(NamedTuple):
     sampling: RowSampling | None = None  # settings of each sample; None: one for all
 
 
+class Images(NamedTuple):
+    """The images of samples, and the place of each prompt token among their features."""
+
+    images_N: jax.Array  # uint8; see `RolloutBatch.images`
+    places_NP: jax.Array
+
+
 class Queue(NamedTuple):
     """The samples to generate; `order_G` lists the groups that hold a prompt."""
 

@@ -188,6 +188,7 @@ def routed_states(
             residual_dtype=settings.residual_dtype,
             run_layers=run_layers,
             routing=routing,
+            media=None if rows is None else rows.media,
         )
     return hidden, routed
 

@@ -30,7 +30,7 @@ from jaxrl_llm.learner.rows import ROWS, SAMPLE_ROWS, Fields, Rows, padded_rows
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.models.experts import Routed
-from jaxrl_llm.types import OFFLINE_FIELDS, TokenBatch
+from jaxrl_llm.types import IMAGE_FIELDS, OFFLINE_FIELDS, TokenBatch
 
 WEIGHT = "weight of "  # metric names that begin so hold what the metric of that name is divided by
 NUM_RECORDS, NUM_TOKENS = "num_records", "num_tokens"
@@ -143,6 +143,7 @@ def group_fields(rows: TokenBatch) -> Fields:
         "responses": rows.tokens[:, 1:],
         "response_lengths": jnp.maximum(rows.lengths - 1, 0),
         "mask": rows.loss_mask[:, 1:],
+        **{name: x for name in IMAGE_FIELDS if (x := getattr(rows, name)) is not None},
     }
 
 
@@ -249,13 +250,16 @@ def reference_fields(logprobs: Fields) -> Fields:
 
 def _rows(fields: Fields, num_groups: int) -> tuple[Rows, Fields]:
     """The rows of a part of a batch, and its row fields with one entry a row."""
-    flat = {name: fields[name] for name in (*SAMPLE_ROWS, "mask")}
+    media = [name for name in IMAGE_FIELDS if name in fields]
+    flat = {name: fields[name] for name in (*SAMPLE_ROWS, "mask", *media)}
     if ROWS in fields:
-        return fields[ROWS], flat
+        rows = fields[ROWS]
+        return rows.with_images(*(flat[name] for name in media)) if media else rows, flat
     if num_groups > 1:
         flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in flat.items()}
     prompts, prompt_lengths, responses, lengths = (flat[name] for name in SAMPLE_ROWS)
-    return padded_rows(prompts, prompt_lengths, responses, response_lengths=lengths), flat
+    rows = padded_rows(prompts, prompt_lengths, responses, response_lengths=lengths)
+    return rows.with_images(*(flat[name] for name in media)) if media else rows, flat
 
 
 def _row_mask(flat: Fields) -> Float[Array, "B R"]:

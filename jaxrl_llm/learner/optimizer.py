@@ -1,7 +1,8 @@
 """Optimizers with a schedule. The global-norm clip is in the train step, which reports the norm."""
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ def _between(difference: float, last: float, steps: int) -> optax.Schedule:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["rates", "weight_decay", "max_grad_norm"],
-    meta_fields=["config", "total_steps", "axes"],
+    meta_fields=["config", "total_steps", "axes", "frozen"],
 )
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -93,6 +94,7 @@ class Optimizer:
     config: OptimizerConfig
     total_steps: int
     axes: Any
+    frozen: Any  # True where a parameter has no state and stays as it is; None where all learn
     rates: Rates
     weight_decay: float
     max_grad_norm: float
@@ -120,15 +122,19 @@ class Optimizer:
         return _transformation(self)
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int, axes: Any = None) -> Optimizer:
+def make_optimizer(
+    config: OptimizerConfig, total_steps: int, axes: Any = None, frozen: Any = None
+) -> Optimizer:
     """The optimizer that a config names. Weight decay applies to every parameter, as in verl.
 
-    `axes` are the logical axes of the parameters, which muon needs to see their matrices.
+    `axes` are the logical axes of the parameters, which muon needs to see their matrices. `frozen`
+    says which parameters do not learn; None says that all do.
     """
     return Optimizer(
         config=config,
         total_steps=total_steps,
         axes=axes,
+        frozen=frozen,
         rates=Rates.of(config),
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
@@ -136,6 +142,13 @@ def make_optimizer(config: OptimizerConfig, total_steps: int, axes: Any = None) 
 
 
 def _transformation(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
+    if (frozen := optimizer.frozen) is not None:
+        axes = optimizer.axes
+        if axes is not None:
+            axes = jax.tree.map(lambda f, names: optax.MaskedNode() if f else names, frozen, axes)
+        inner = _transformation(replace(optimizer, axes=axes, frozen=None))
+        learned = optax.masked(inner, jax.tree.map(operator.not_, frozen))
+        return optax.chain(learned, optax.masked(optax.set_to_zero(), frozen))
     config, decay = optimizer.config, optimizer.weight_decay
     rate = schedule(config, optimizer.total_steps, optimizer.rates)
     dtype = config.moment_dtype

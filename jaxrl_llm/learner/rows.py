@@ -25,11 +25,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.kernels.flash_attention import Visibility, token_order
+from jaxrl_llm.models.vision import Media, media_of
+from jaxrl_llm.types import IMAGE_FIELDS
 
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
 ROUTES = "rollout_routes"  # the field of the experts that the sampler chose, [B, P + R, L, K]
 KEPT = "rollout_kept"  # the field of the tokens that the sampler's filters kept, [B, R, K]
+IMAGES, PLACES = IMAGE_FIELDS  # the fields of images, and of the places of their features
 SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "response_lengths")  # parts of a row
 
 
@@ -91,6 +94,7 @@ class Rows:
     source: Int[Array, "B T"] | None = None  # the sample of a packed token, within its replica
     place: Int[Array, "B T"] | None = None  # its place in [prompt, response] of its sample
     routes: Int[Array, "B T L K"] | None = None  # its experts; -1 leaves them to the router
+    media: Media | None = None  # images of a row, and the places of their features in it
     response_length: int = field(metadata={"static": True})
     shared: bool = field(default=False, metadata={"static": True})
     rows_of_replica: int = field(default=1, metadata={"static": True})  # in a packed pass
@@ -161,6 +165,29 @@ class Rows:
             )
             chosen = chosen.reshape(*at.shape, *routes.shape[2:])
         return replace(self, routes=jnp.where(self.real[..., None, None], chosen, -1))
+
+    def with_images(
+        self, images: Shaped[Array, "N I tokens C Q"], places: Int[Array, "N S"]
+    ) -> "Rows":
+        """The rows with their images; both arguments have all samples.
+
+        A row has each image once, and room for as many images as fit into its tokens.
+        """
+        assert self.place is not None
+        real = jnp.ones_like(self.tokens, bool) if self.real is None else self.real
+        if self.source is None:
+            own = jnp.zeros_like(self.tokens)  # the only sample of its row
+            media = jax.vmap(media_of)(images[:, None], places[:, None], own, self.place, real)
+            return replace(self, media=media)
+        rows = self.rows_of_replica
+        num_replicas = self.tokens.shape[0] // rows
+        images, places = (x.reshape(num_replicas, -1, *x.shape[1:]) for x in (images, places))
+        parts = (self.source, self.place, real)
+        parts = (x.reshape(num_replicas, rows, -1) for x in parts)
+        of_replica = jax.vmap(media_of, in_axes=(None, None, 0, 0, 0))
+        media = jax.vmap(of_replica)(images, places, *parts)
+        media = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), media)
+        return replace(self, media=media)
 
     def _ordered_ranges(
         self, ordered: Callable[..., Array], order: np.ndarray | None
@@ -397,6 +424,8 @@ def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
 def rows_of(fields: Fields, align: int | None = None) -> Rows:
     """The rows of a part of a batch: its packed rows, or one row a sample (see `padded_rows`)."""
     rows = fields[ROWS] if ROWS in fields else _padded(fields, align)
+    if IMAGES in fields:
+        rows = rows.with_images(fields[IMAGES], fields[PLACES])
     return rows.with_routes(fields[ROUTES]) if ROUTES in fields else rows
 
 

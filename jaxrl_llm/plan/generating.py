@@ -29,6 +29,7 @@ from jaxrl_llm.generation.partial_responses import (
     routes_in_place,
     versions_of,
 )
+from jaxrl_llm.generation.queue import Images
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.rows import KEPT, ROUTES
@@ -37,6 +38,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.plan.stages import ModelStage
 from jaxrl_llm.program.stage import StageOutput
+from jaxrl_llm.types import IMAGE_FIELDS
 
 UNFINISHED = "rollout/unfinished"  # responses that go on under the next policy
 SAMPLED = ("responses", "response_lengths", "mask", "rollout_logprobs")
@@ -90,6 +92,7 @@ class Generation:
         limits: jax.Array | None = None,
         continued: Samples | None = None,
         numbers: jax.Array | None = None,
+        images: Images | None = None,
     ) -> GenerationOutput:
         """Responses of the actor, in its generation layout; `generate` says what they are."""
         spec, params = sampling_model(role.spec, params_of(state), self.dtype)
@@ -106,6 +109,7 @@ class Generation:
             limits_N=limits,
             continued=continued,
             numbers_NK=numbers,
+            images=images,
         )
 
     @property
@@ -139,10 +143,15 @@ class Generate(ModelStage):
     how: Generation
     compiler_options: Mapping[str, int] | tuple[()]
     parts: ResponseParts | None = None
+    media: tuple[str, ...] = ()  # the fields of images, where there are some
 
     generates = True
     numbers = ("how",)
     name = "gen"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, *self.media)
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -161,6 +170,7 @@ class Generate(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         sample_ids: jax.Array,
+        **media: jax.Array,
     ) -> StageOutput:
         out = self.how.run(
             self.model,
@@ -171,6 +181,7 @@ class Generate(ModelStage):
             sample_ids,
             self.how.settings,
             limits=self.limits(step, prompt_lengths),
+            images=images_in(media),
         )
         return self.output(out, step, prompt_lengths)
 
@@ -232,6 +243,7 @@ class GenerateInPieces:
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         sample_ids: jax.Array,
+        **media: jax.Array,
     ) -> GenerationInPieces:
         return GenerationInPieces(
             prompts_NP=prompts,
@@ -240,7 +252,13 @@ class GenerateInPieces:
             seed_key=self.stage.how.keys(step),
             settings=self.stage.how.settings,
             limits_N=self.stage.limits(step, prompt_lengths),
+            images=images_in(media),
         )
+
+
+def images_in(media: Mapping[str, jax.Array]) -> Images | None:
+    """The images of a batch, from its fields of them."""
+    return Images(*(media[name] for name in IMAGE_FIELDS)) if media else None
 
 
 def loop_counts(out: GenerationOutput) -> dict[str, Any]:
@@ -261,10 +279,16 @@ class GenerateGreedily(ModelStage):
     how: Generation
     group: int
     compiler_options: Mapping[str, int] | tuple[()]
+    media: tuple[str, ...] = ()
 
     generates = True
     numbers = ("how",)
     name = "gen_max"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, *self.media)
+
     writes = ("greedy_responses", "greedy_lengths", "greedy_logprobs")
 
     def __call__(
@@ -275,11 +299,13 @@ class GenerateGreedily(ModelStage):
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         sample_ids: jax.Array,
+        **media: jax.Array,
     ) -> StageOutput:
         # The others of a group are rows without a prompt: they generate nothing and take no slot.
         first = jnp.arange(prompt_lengths.shape[0]) % self.group == 0
         lengths, settings = jnp.where(first, prompt_lengths, 0), self.how.settings
-        out = self.how.run(self.model, state, step, prompts, lengths, sample_ids, settings)
+        asked = (prompts, lengths, sample_ids, settings)
+        out = self.how.run(self.model, state, step, *asked, images=images_in(media))
         return StageOutput(
             {
                 "greedy_responses": out.tokens,

@@ -6,11 +6,13 @@ A model is described by a directory, a checkpoint or a config.
 import functools
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import identity, layout
@@ -20,20 +22,22 @@ from jaxrl_llm.checkpoint.huggingface import (
     model_directory,
 )
 from jaxrl_llm.checkpoint.peft import read_lora
-from jaxrl_llm.config import AdaptedSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.config import ActorConfig, AdaptedSettings, Config, ConfigError, ModelSettings
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
+from jaxrl_llm.images import ImageInput
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
-from jaxrl_llm.models.config import Kind
+from jaxrl_llm.models.config import Kind, Vision
 from jaxrl_llm.models.config_json import check_hf_config
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config, use_family
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_llm.types import IMAGE_FIELDS
 
 _log = logging.getLogger(__name__)
 
@@ -53,15 +57,23 @@ class ModelSource:
 
 
 def find_model(
-    settings: ModelSettings, tokenizer: Tokenizer | None = None, *, context: int
+    settings: ModelSettings,
+    tokenizer: Tokenizer | None = None,
+    *,
+    context: int,
+    images: int = 0,
 ) -> ModelSource:
     """The model that `path` or `hf_config` describes, for rows of up to `context` tokens.
 
     Some rope frequencies depend on that length (`ModelConfig.for_context`). A config without
     vocab_size takes the tokenizer's. ValueError when nothing can be found there, or when it is a
-    checkpoint of another model than its files describe.
+    checkpoint of another model than its files describe. With `images` it has its image encoder.
     """
-    source = _described_model(settings, tokenizer, context=context)
+    source = _described_model(settings, tokenizer, context=context, images=bool(images))
+    if source.config.vision is not None:
+        train = settings.vision.train if isinstance(settings, ActorConfig) else "none"
+        vision = replace(source.config.vision, train=train)
+        source = replace(source, config=replace(source.config, vision=vision))
     if getattr(settings, "params", None) is not None:
         source = replace(source, params=settings.params.tree)  # pyright: ignore[reportAttributeAccessIssue]
     if getattr(settings, "head_dtype", "") != "float32":
@@ -70,7 +82,7 @@ def find_model(
 
 
 def _described_model(
-    settings: ModelSettings, tokenizer: Tokenizer | None, *, context: int
+    settings: ModelSettings, tokenizer: Tokenizer | None, *, context: int, images: bool
 ) -> ModelSource:
     own = use_family(settings.family) if settings.family else None
     if not settings.path:
@@ -79,25 +91,26 @@ def _described_model(
             check_hf_config(hf)
         else:
             hf.setdefault("model_type", own.model_type)
-        if tokenizer is not None:
+        if tokenizer is not None and not isinstance(hf.get("text_config"), dict):
             hf.setdefault("vocab_size", tokenizer.vocab_size)
-        return ModelSource(config=config_from_hf(hf).for_context(context))
-    source = source_at(settings.path)
+        return ModelSource(config=config_from_hf(hf, images=images).for_context(context))
+    source = source_at(settings.path, images=images)
     if source.checkpoint is not None:
         assert source.directory is not None
         identity.check_model(source.checkpoint, source.config, source.directory / "config.json")
     return replace(source, config=source.config.for_context(context))
 
 
-def source_at(path: str, config: ModelConfig | None = None) -> ModelSource:
+def source_at(path: str, config: ModelConfig | None = None, *, images: bool = False) -> ModelSource:
     """The model at `path`. None takes the config of its files."""
     model = layout.find_model_path(path)
     directory = model_directory(model.files)
-    config = config or load_model_config(directory)
+    config = config or load_model_config(directory, images=images)
     image_model = image_model_of_checkpoint(directory) if model.checkpoint else ""
     if not model.checkpoint and (kind := image_model_in(directory)) is not None:
         image_model = str(directory.absolute()) if Path(path).is_dir() else path
-        _say_language_half(path, kind, config.family)
+        if config.vision is None:
+            _say_language_half(path, kind, config.family)
     return ModelSource(
         config=config, directory=directory, checkpoint=model.checkpoint, image_model=image_model
     )
@@ -208,7 +221,9 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
         lora = replace(lora, merge=chosen.merge)
         lora.check()
         return lora
-    tensors = (tensor.name for tensor in hf_names(source.config, kind).values())
+    # Targets name modules of the decoder; the encoder has some of the same names.
+    decoder = replace(source.config, vision=None)
+    tensors = (tensor.name for tensor in hf_names(decoder, kind).values())
     lora = Lora(
         rank=chosen.rank,
         alpha=chosen.alpha,
@@ -268,6 +283,30 @@ def write_huggingface_files(
         config[IMAGE_MODEL] = image_model
     for name, content in (("config.json", config), ("generation_config.json", ids)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def image_input(vision: Vision | None, most: int) -> ImageInput | None:
+    """How rows take images for a model with this encoder."""
+    if vision is None:
+        return None
+    return ImageInput(
+        token_id=vision.image_token_id,
+        size=vision.image_size,
+        patch=vision.patch_size,
+        scale=vision.scale,
+        most=most,
+    )
+
+
+def image_fields(
+    config: Config, vision: Vision | None, length: int, array: Callable[..., Any]
+) -> dict[str, Any]:
+    """The shapes of the fields of images; `array` makes one from a dtype and dims."""
+    seen = image_input(vision, config.data.max_images)
+    if seen is None:
+        return {}
+    shapes = array(jnp.uint8, *seen.shape), array(jnp.int32, length)
+    return dict(zip(IMAGE_FIELDS, shapes, strict=True))
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:

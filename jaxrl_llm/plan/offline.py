@@ -18,6 +18,7 @@ from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.config import Config, ConfigError, SupervisedConfig
 from jaxrl_llm.distributed.layout import shard_rows, shard_stacked
 from jaxrl_llm.distributed.sharding import batch_sharding
+from jaxrl_llm.images import see_images
 from jaxrl_llm.learner.micro_batches import MicroBatches, Packed, Padded
 from jaxrl_llm.learner.offline_losses import RecordLoss
 from jaxrl_llm.plan.dataflow import OFFLINE, plan, segments
@@ -26,6 +27,8 @@ from jaxrl_llm.plan.models import (
     base_settings,
     base_spec,
     find_model,
+    image_fields,
+    image_input,
     learner_spec,
 )
 from jaxrl_llm.plan.offline_stages import (
@@ -63,8 +66,10 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
     """
     algorithm = build_offline(config.algorithm)
     _check(config, algorithm)
-    source = find_model(config.actor, tokenizer, context=config.data.max_row_length)
+    images = config.data.max_images
+    source = find_model(config.actor, tokenizer, context=config.data.max_row_length, images=images)
     check_vocabulary(tokenizer, source.config.vocab_size)
+    see_images(tokenizer, image_input(source.config.vision, images))
     kind = algorithm.model_kind
     spec, base = learner_spec(source, kind, config.actor), None
     how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact != "off"}
@@ -113,7 +118,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
             state_shardings={learner.name: learner.shardings},
             overlap=config.fuse_stages,
         ),
-        batch=_abstract_batch(config, algorithm, mesh, config.data.train_batch_size),
+        batch=_abstract_batch(config, algorithm, learner, config.data.train_batch_size),
         tables=tables,
     )
     pairs = None
@@ -171,7 +176,7 @@ def plan_supervised(
             state_shardings={learner.name: learner.shardings},
             supervised=True,
         ),
-        batch=_abstract_batch(config, algorithm, role.mesh, size),
+        batch=_abstract_batch(config, algorithm, role, size),
     )
     return Plan(
         config=config,
@@ -201,10 +206,10 @@ def _loss(config: Config, algorithm: OfflineAlgorithm, role: Role) -> RecordLoss
 
 
 def _abstract_batch(
-    config: Config, algorithm: OfflineAlgorithm, mesh: Mesh, size: int
+    config: Config, algorithm: OfflineAlgorithm, role: Role, size: int
 ) -> OfflineBatch:
     """Shapes of the batch that a step begins with."""
-    length, sharding = config.data.max_row_length, batch_sharding(mesh)
+    length, sharding = config.data.max_row_length, batch_sharding(role.mesh)
 
     def array(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((size, *shape), dtype, sharding=sharding)
@@ -213,6 +218,7 @@ def _abstract_batch(
         tokens=array(jnp.int32, length),
         lengths=array(jnp.int32),
         loss_mask=array(jnp.float32, length),
+        **image_fields(config, role.spec.config.vision, length, array),
     )
     fields: dict[str, Any] = dict.fromkeys(algorithm.records.groups, tokens)
     fields |= dict.fromkeys(algorithm.records.numbers, array(jnp.float32))

@@ -18,11 +18,12 @@ from jaxrl_llm.algorithms.importance import weights_of_stale_samples
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.models.config import Vision
 from jaxrl_llm.plan.conversing import Conversations
 from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, segments
 from jaxrl_llm.plan.in_graph import TokenTurns, open_token_turns
 from jaxrl_llm.plan.model_rules import check_roles
-from jaxrl_llm.plan.models import stops_of
+from jaxrl_llm.plan.models import image_fields, stops_of
 from jaxrl_llm.plan.online_stages import (
     OnlineStages,
     collected_stages,
@@ -195,7 +196,7 @@ class _Planner:
             roles=roles,
             stages=stages,
             program=make_program((*collecting, *group(rest))),
-            batch=_abstract_batch(config, self.mesh),
+            batch=_abstract_batch(config, self.mesh, self.roles["actor"].spec.config.vision),
             first_step=first_step,
             epochs={"actor": config.actor.ppo_epochs, "critic": config.critic.ppo_epochs},
             controller=algorithm.kl_controller,
@@ -205,7 +206,7 @@ class _Planner:
         )
 
 
-def _abstract_batch(config: Config, mesh: Mesh) -> RolloutBatch:
+def _abstract_batch(config: Config, mesh: Mesh, vision: Vision | None) -> RolloutBatch:
     """Shapes of the batch that a step begins with."""
     data, rows = config.data, config.data.train_batch_size * config.rollout.n
     sharding = batch_sharding(mesh)
@@ -218,6 +219,7 @@ def _abstract_batch(config: Config, mesh: Mesh) -> RolloutBatch:
         prompt_lengths=array(jnp.int32),
         sample_ids=array(jnp.uint32),
         group_ids=array(jnp.int32),
+        **image_fields(config, vision, data.max_prompt_length, array),
     )
 
 

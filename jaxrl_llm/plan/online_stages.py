@@ -53,7 +53,7 @@ from jaxrl_llm.program.program import Program
 from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.program.stage import DEVICE, HOST, Stage
 from jaxrl_llm.references import call, check_settings, load, nearest
-from jaxrl_llm.types import INPUT_FIELDS
+from jaxrl_llm.types import IMAGE_FIELDS, INPUT_FIELDS
 
 SCORE = "score"  # filters groups where no part of the reward is named
 
@@ -145,7 +145,7 @@ class OnlineStages:
             stages.FrozenLogprobs(
                 name="ref",
                 writes=("reference_logprobs",),
-                replays=self._kept,
+                replays=(*self._media, *self._kept),
                 **passes("reference"),
             ),
             stages.Values(
@@ -237,12 +237,19 @@ class OnlineStages:
         greedy = fitted(greedy, replace(replica, live=prompts), memory)
         greedy = replace(greedy, num_slots=greedy.num_slots or prompts)
         return [
-            Generate(model=sampler, how=how, compiler_options=options, parts=self.parts),
+            Generate(
+                model=sampler,
+                how=how,
+                compiler_options=options,
+                parts=self.parts,
+                media=self._media,
+            ),
             GenerateGreedily(
                 model=sampler,
                 how=replace(how, settings=greedy),
                 compiler_options=options,
                 group=n,
+                media=self._media,
             ),
         ]
 
@@ -283,7 +290,12 @@ class OnlineStages:
     def _replays(self) -> tuple[str, ...]:
         """The fields of a rollout that the actor's passes repeat."""
         routes = (ROUTES,) if replays_routes(self.config, self.roles["actor"]) else ()
-        return (*routes, *self._kept)
+        return (*routes, *self._media, *self._kept)
+
+    @property
+    def _media(self) -> tuple[str, ...]:
+        """The fields of images, where the actor has an image encoder."""
+        return () if self.roles["actor"].spec.config.vision is None else IMAGE_FIELDS
 
     def _turn_scores(self) -> Stage:
         config, writes = self.config, ("scores",)

@@ -23,6 +23,7 @@ from jaxrl_llm.distributed.layout import (
 from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.sharding import check_host_memory, replicated, shardings
 from jaxrl_llm.distributed.transfer import call
+from jaxrl_llm.images import see_images
 from jaxrl_llm.kernels.decode_attention import ROWS_HEAD_DIMS, block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.hopper import on_gpu
@@ -46,11 +47,13 @@ from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.hf import few_features
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split
 from jaxrl_llm.models.pipeline import Pipeline
+from jaxrl_llm.models.vision import frozen_parameters
 from jaxrl_llm.plan.models import (
     ModelSource,
     base_settings,
     base_spec,
     find_model,
+    image_input,
     learner_spec,
     spec_of,
     stop_ids,
@@ -63,7 +66,7 @@ STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a
 # With Gemma's, log-probs differ in the last bits on a CPU. The others are not written strictly.
 UNLIKE_ON_CPU = (
     "unit_offset", "activation", "attention_sinks", "expert_bias", "swiglu_limit", "latent",
-    "attention_gate", "delta",
+    "attention_gate", "delta", "vision",
 )  # fmt: skip
 
 
@@ -183,7 +186,9 @@ class Role:
             for device in self.mesh.local_devices[:1]:
                 check_host_memory(device)
         axes = self.spec.axes if self.spec.lora is None else split(self.spec.axes)[1]
-        optimizer = make_optimizer(config, total_steps, axes)
+        frozen = frozen_parameters(self.spec.config.vision, self.spec.params)
+        frozen = None if self.spec.lora is not None else frozen  # with adapters it is in the base
+        optimizer = make_optimizer(config, total_steps, axes, frozen)
         return replace(self, optimizer=optimizer, offload=config.offload)
 
     def _init(self, params: Params) -> TrainState:
@@ -426,8 +431,10 @@ def roles_of(
     `learning` has the number of steps of the run in which actor and critic learn.
     """
     context = config.data.max_row_length
-    actor = find_model(config.actor, tokenizer, context=context)
+    images = config.data.max_images
+    actor = find_model(config.actor, tokenizer, context=context, images=images)
     check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
+    see_images(tokenizer, image_input(actor.config.vision, images))
     models: dict[str, tuple[Kind, ModelSettings]] = {
         "actor": ("causal_lm", config.actor),
         "critic": ("scalar", config.critic),

@@ -49,6 +49,7 @@ from jaxrl_llm.distributed.multihost import (
 )
 from jaxrl_llm.distributed.sharding import batch_sharding
 from jaxrl_llm.distributed.transfer import call
+from jaxrl_llm.images import ImageInput, images_of
 from jaxrl_llm.observability.metrics import repeated_share
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN
@@ -174,6 +175,7 @@ class PromptBatches(Batches):
             max_prompt_length=config.data.max_prompt_length,
             pad_id=self.tokenizer.pad_id,
             first_sample=first_sample,
+            images=images_of(self.tokenizer),
         )
         context = StepContext(
             prompts=prompts,
@@ -485,6 +487,7 @@ class OfflineRecords:
     train: Sequence[OfflineRecord]
     held_out: Sequence[OfflineRecord]
     held_out_pairs: Sequence[OfflineRecord]  # pairs for an algorithm that judges them
+    images: ImageInput | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -520,7 +523,8 @@ class OfflineRecords:
         return self._padded(self.held_out_pairs, mismatched=False)
 
     def _collate(self, *, mismatched: bool) -> Any:
-        return collate_with(self.config, self.pad_id, self.rows, mismatched=mismatched)
+        how = {"mismatched": mismatched, "images": self.images}
+        return collate_with(self.config, self.pad_id, self.rows, **how)
 
     def _padded(
         self, records: Sequence[OfflineRecord], *, mismatched: bool
@@ -561,6 +565,7 @@ def load_offline_records(
         train=records,
         held_out=held_out,
         held_out_pairs=pairs,
+        images=images_of(tokenizer),
     )
 
 

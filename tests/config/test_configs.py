@@ -114,13 +114,14 @@ def test_config_loads_plans_and_traces(file, tmp_path):
     if is_offline(config):
         check_offline(config, tokenizer)
         return
-    for sources in (train_sources(config), held_out_sources(config)):
-        prompts = load_run_prompts(config, sources, tokenizer, None)
-        assert all(prompt.ground_truth is not None for prompt in prompts)
     parts = tuple(f.label for f in config.reward.functions)
     parts += ("environment",) * bool(config.rollout.environment)
     reward = ArrayReward(no_reward, parts) if parts else None
-    for iteration in plan_online(config, tokenizer, make_mesh(), reward).phases:
+    plan = plan_online(config, tokenizer, make_mesh(), reward)
+    for sources in (train_sources(config), held_out_sources(config)):
+        prompts = load_run_prompts(config, sources, tokenizer, None)
+        assert all(prompt.ground_truth is not None for prompt in prompts)
+    for iteration in plan.phases:
         batch = iteration.trace()
         rows = config.data.train_batch_size * config.rollout.n
         assert batch.advantages is not None

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms of each floor. A room is a package, or the files named together.
 FLOORS: list[list[tuple[str, ...]]] = [
     [
-        *(("types",), ("numerics",)),
+        *(("types",), ("numerics",), ("images",)),
         (
             *("references", "data_files", "whole_files", "chat_template", "token_bytes"),
             *("object_digests", "turns", "arguments"),

@@ -104,6 +104,8 @@ NO_ROUTER_LOSS = Setting("actor.router_aux_loss_coef", lambda c: not c.actor.rou
 EXACT = Setting("exact", lambda c: c.exact != "off")
 ADAPTED = Setting("actor.lora", lambda c: c.actor.lora.enabled)
 STRICT = Setting("exact", lambda c: c.exact == "strict")
+IMAGES = Setting("data.max_images", lambda c: c.data.max_images)
+TEXT_ALONE = Setting("data.max_images", lambda c: not c.data.max_images)
 OTHER_BITS = ("rollout.quantization", "partial_rollouts", *(f"mesh.{axis}" for axis in AXES))
 
 
@@ -147,7 +149,20 @@ def _of_role(role: str) -> Iterator[Row]:
             yield f"actor.{name}", adapters, "routers are frozen weights and cannot learn"
 
 
+# What was not compared with images. docs/vision.md lists what was.
+_UNSEEN = (
+    *(f"mesh.{axis}" for axis in ("pipeline", "expert", "sequence", "tensor")),
+    *("mesh.generation.tensor", "mesh.passes.tensor", "placement", "node_groups"),
+    *("rollout.tools", "rollout.environment", "rollout.program"),
+    *("max_staleness", "rollout.filter_groups.enable", "rollout.quantization"),
+    *("teacher", "models", "reward.model"),
+)
+
 OF_THE_RUN: tuple[Row, ...] = (
+    # Images.
+    ("actor.vision.train", TEXT_ALONE, "no image encoder is read"),
+    *((IMAGES, each, "this was not compared with images") for each in (*_UNSEEN, STRICT)),
+    ("actor.vision.train", ADAPTED, "the encoder lies in the frozen base of the adapters"),
     # The order of prompts.
     ("data.priority", OFFLINE, "an offline run scores no answers"),
     ("data.priority", "data.shuffle", "prompts are drawn at random"),

@@ -1,0 +1,129 @@
+"""config.json and tensor names of image models that are read whole: Idefics3 and SmolVLM.
+
+`image_models.py` reads the language half alone, of more architectures. Imports no jax.
+
+Shape letters: W hidden size of the encoder, F feed-forward, D the decoder's hidden size, L patches.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models import hf as common
+from jaxrl_llm.models.config import Kind, ModelConfig, Vision
+from jaxrl_llm.models.hf import HFTensor, Names, Path
+from jaxrl_llm.models.image_models import IMAGE_MODELS, image_model_of, with_prefix
+
+READ_WHOLE = ("idefics3", "smolvlm")
+TEXT, ENCODER = "model.text_model.", "model.vision_model"
+PROJECTOR = "model.connector.modality_projection.proj"
+
+
+def vision_from_hf(hf: Mapping[str, Any]) -> Vision:
+    """The image encoder of a config.json. Raises: ValueError where none is read."""
+    name = image_model_of(hf)
+    if name not in READ_WHOLE:
+        what = name or hf.get("model_type")
+        raise ValueError(
+            f"config.data.max_images: a {what} model is not read with its image encoder; "
+            f"{' and '.join(READ_WHOLE)} are (docs/vision.md); with 0 its language half is used"
+        )
+    seen = common.entries(hf, "vision_config", dict, {})
+    common.refuse_unless(seen, name, hidden_act="gelu_pytorch_tanh", num_channels=3)
+    sizes = {
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_size": 1152,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+    } | {key: value for key, value in seen.items() if value is not None}
+    return Vision(
+        model_type=name,
+        image_size=_side(sizes["image_size"]),
+        patch_size=_side(sizes["patch_size"]),
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_layers=sizes["num_hidden_layers"],
+        num_heads=sizes["num_attention_heads"],
+        scale=common.value_of(hf, "scale_factor", 2),
+        image_token_id=common.value_of(hf, "image_token_id", 128257),
+        norm_eps=float(common.value_of(sizes, "layer_norm_eps", 1e-6)),
+    )
+
+
+def _side(size: Any) -> int:
+    """A side of a square, which newer files may give twice."""
+    return size if isinstance(size, int) else size[0]
+
+
+def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The keys of config.json of the whole model; `text` has the language half's."""
+    vision = config.vision
+    assert vision is not None
+    return {
+        "architectures": [IMAGE_MODELS[vision.model_type].architecture],
+        "model_type": vision.model_type,
+        "image_token_id": vision.image_token_id,
+        "scale_factor": vision.scale,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {
+            "model_type": f"{vision.model_type}_vision",
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "num_hidden_layers": vision.num_layers,
+            "num_attention_heads": vision.num_heads,
+            "layer_norm_eps": vision.norm_eps,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_channels": 3,
+        },
+    }
+
+
+def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
+    """The tensor of each parameter of the whole model; `text` has the language half's."""
+    vision, D = config.vision, config.hidden_size
+    assert vision is not None and kind == "causal_lm"
+    W, F, N = vision.hidden_size, vision.intermediate_size, vision.num_heads
+    _, cells, values = vision.image_shape
+    L, p = vision.num_patches, vision.patch_size
+    patch = f"{ENCODER}.embeddings.patch_embedding"
+    positions = f"{ENCODER}.embeddings.position_embedding.weight"
+    names: Names = {
+        ("vision", "patch", "kernel"): HFTensor(f"{patch}.weight", (W, 3, p, p), (values, W), True),
+        ("vision", "patch", "bias"): HFTensor(f"{patch}.bias", (W,), (W,)),
+        ("vision", "positions"): HFTensor(positions, (L, W), (L, W)),
+        **_norm(("vision", "norm"), f"{ENCODER}.post_layernorm", W),
+        ("vision", "projector", "kernel"): HFTensor(
+            f"{PROJECTOR}.weight", (D, cells * W), (cells * W, D), True
+        ),
+    }
+    for i in range(vision.num_layers):
+        path, layer = ("vision", "layers", str(i)), f"{ENCODER}.encoder.layers.{i}"
+        names |= _norm((*path, "attention_norm"), f"{layer}.layer_norm1", W)
+        names |= _norm((*path, "mlp_norm"), f"{layer}.layer_norm2", W)
+        heads = (N, W // N)
+        for name in ("q", "k", "v"):
+            names |= _linear((*path, name), f"{layer}.self_attn.{name}_proj", (W,), heads)
+        names |= _linear((*path, "o"), f"{layer}.self_attn.out_proj", heads, (W,))
+        names |= _linear((*path, "up"), f"{layer}.mlp.fc1", (W,), (F,))
+        names |= _linear((*path, "down"), f"{layer}.mlp.fc2", (F,), (W,))
+    return with_prefix(text, TEXT) | names
+
+
+def _norm(path: Path, name: str, size: int) -> Names:
+    return {
+        (*path, "scale"): HFTensor(f"{name}.weight", (size,), (size,)),
+        (*path, "bias"): HFTensor(f"{name}.bias", (size,), (size,)),
+    }
+
+
+def _linear(path: Path, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Names:
+    rows, columns = math.prod(outputs), math.prod(inputs)
+    return {
+        (*path, "kernel"): HFTensor(f"{name}.weight", (rows, columns), (*inputs, *outputs), True),
+        (*path, "bias"): HFTensor(f"{name}.bias", (rows,), outputs),
+    }

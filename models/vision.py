@@ -1,0 +1,163 @@
+"""An image encoder: a ViT over patches, and the projector to the decoder's hidden size.
+
+Shape letters: B rows, C images of a row, n tokens of an image, c patches of a token, q values of a
+patch, L patches of an image, W hidden size of the encoder, N heads, H head dim, D hidden size of
+the decoder, T tokens of a row, S samples, I images of a sample, P places of a sample.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxrl_llm.models.config import ModelConfig, Vision
+from jaxrl_llm.models.layers import Layer, Projection, parameter
+
+
+class Media(NamedTuple):
+    """The images of rows, and where their features stand."""
+
+    pixels_BCncq: jax.Array  # uint8
+    place_BT: jax.Array  # feature of each token, counted over the row's images; -1: text
+
+
+class Features(NamedTuple):
+    """Vectors that replace the embeddings of some tokens."""
+
+    vectors_BMD: jax.Array
+    place_BT: jax.Array  # as in `Media`
+
+    def inserted(self, x_BTD: jax.Array) -> jax.Array:
+        """The embeddings with the features at their places."""
+        at_BT1 = jnp.maximum(self.place_BT, 0)[..., None]
+        chosen_BTD = jnp.take_along_axis(self.vectors_BMD, at_BT1, axis=1)
+        return jnp.where(self.place_BT[..., None] >= 0, chosen_BTD.astype(x_BTD.dtype), x_BTD)
+
+
+def media_of(
+    images_SIncq: jax.Array,
+    places_SP: jax.Array,
+    source_T: jax.Array,
+    place_T: jax.Array,
+    real_T: jax.Array,
+) -> Media:
+    """The images of one row whose token t is token `place_T[t]` of sample `source_T[t]`.
+
+    Each sample S has images and the places of their features among its tokens; tokens after the
+    last of these are text. The row has room for as many images as fit into its tokens.
+    """
+    size, width, length = images_SIncq.shape[2], places_SP.shape[1], place_T.shape[0]
+    found_T = places_SP[source_T, jnp.minimum(place_T, width - 1)]
+    found_T = jnp.where(real_T & (place_T < width), found_T, -1)
+    begins_T = (found_T >= 0) & (found_T % size == 0)
+    most = min(length // size, images_SIncq.shape[0] * images_SIncq.shape[1])
+    (at_C,) = jnp.nonzero(begins_T, size=most, fill_value=length)
+    token_C = jnp.minimum(at_C, length - 1)
+    image_C = jnp.maximum(found_T[token_C], 0) // size
+    pixels_Cncq = images_SIncq[source_T[token_C], image_C]
+    pixels_Cncq = jnp.where((at_C < length)[:, None, None, None], pixels_Cncq, 0)
+    number_T = jnp.cumsum(begins_T) - 1  # number of the image in the row
+    return Media(pixels_Cncq, jnp.where(found_T >= 0, number_T * size + found_T % size, -1))
+
+
+class LayerNorm(Layer):
+    """(x - mean) / std * scale + bias over the last dim, with statistics in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
+        self.eps = eps
+        self.scale = parameter((size,), ("norm",), "ones", dtype)
+        self.bias = parameter((size,), ("norm",), "zeros", dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - x32.mean(axis=-1, keepdims=True)
+        scaled = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
+        y = scaled * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(x.dtype)
+
+
+class EncoderBlock(Layer):
+    """One layer of the encoder; every patch of an image sees all others."""
+
+    def __init__(self, vision: Vision, *, dtype: DTypeLike) -> None:
+        W, N, F = vision.hidden_size, vision.num_heads, vision.intermediate_size
+        H = W // N
+        self.attention_norm = LayerNorm(W, eps=vision.norm_eps, dtype=dtype)
+        for name in ("q", "k", "v"):
+            axes = ("norm", "norm", "head_dim")
+            setattr(self, name, Projection((W, N, H), axes, bias=True, dtype=dtype))
+        axes = ("norm", "head_dim", "norm")
+        self.o = Projection((N, H, W), axes, contract=2, bias=True, dtype=dtype)
+        self.mlp_norm = LayerNorm(W, eps=vision.norm_eps, dtype=dtype)
+        self.up = Projection((W, F), ("norm", "norm"), bias=True, dtype=dtype)
+        self.down = Projection((F, W), ("norm", "norm"), bias=True, dtype=dtype)
+
+    q: Projection
+    k: Projection
+    v: Projection
+
+    def __call__(self, x_XLW: jax.Array) -> jax.Array:
+        read_XLW = self.attention_norm(x_XLW)
+        heads = (self.q(read_XLW), self.k(read_XLW), self.v(read_XLW))
+        x_XLW = x_XLW + self.o(jax.nn.dot_product_attention(*heads))
+        hidden_XLF = jax.nn.gelu(self.up(self.mlp_norm(x_XLW)), approximate=True)
+        return x_XLW + self.down(hidden_XLF)
+
+
+class ImageEncoder(Layer):
+    """Pixels to features.
+
+    The patches of a token stand together, so the projector reads neighbours. Attention does not
+    depend on their order.
+    """
+
+    def __init__(self, config: ModelConfig, vision: Vision, *, dtype: DTypeLike) -> None:
+        W, (_, cells, values) = vision.hidden_size, vision.image_shape
+        self.vision = vision
+        self.patch = Projection((values, W), ("norm", "norm"), bias=True, dtype=dtype)
+        shape = (vision.num_patches, W)
+        self.positions = parameter(shape, ("norm", "norm"), "normal", dtype)
+        self.layers = nnx.Dict(
+            {str(i): EncoderBlock(vision, dtype=dtype) for i in range(vision.num_layers)}
+        )
+        self.norm = LayerNorm(W, eps=vision.norm_eps, dtype=dtype)
+        shape = (cells * W, config.hidden_size)
+        self.projector = Projection(shape, ("norm", "norm"), dtype=dtype)
+
+    def __call__(self, media: Media) -> Features:
+        """The features of all images of each row."""
+        B, C, n, c, q = media.pixels_BCncq.shape
+        table_LW = self._in_token_order(self.positions[...])
+        pixels_XLq = media.pixels_BCncq.reshape(B * C, n * c, q).astype(jnp.float32)
+        pixels_XLq = pixels_XLq / 127.5 - 1.0  # mean and standard deviation are 0.5
+        x_XLW = self.patch(pixels_XLq.astype(table_LW.dtype)) + table_LW
+        for i in range(len(self.layers)):
+            x_XLW = self.layers[str(i)](x_XLW)
+        x_XLW = self.norm(x_XLW)
+        if self.vision.train == "projector":
+            x_XLW = jax.lax.stop_gradient(x_XLW)
+        vectors = self.projector(x_XLW.reshape(B, C * n, -1))
+        if self.vision.train == "none":
+            vectors = jax.lax.stop_gradient(vectors)
+        return Features(vectors, media.place_BT)
+
+    def _in_token_order(self, table_LW: jax.Array) -> jax.Array:
+        """A table of patches, row by row of the image, with the patches of a token together."""
+        s = self.vision.scale
+        side = self.vision.image_size // self.vision.patch_size // s
+        squares = table_LW.reshape(side, s, side, s, -1)
+        return squares.swapaxes(1, 2).reshape(table_LW.shape)
+
+
+def frozen_parameters(vision: Vision | None, params: Any) -> Any:
+    """A tree that is True where a parameter of the encoder does not learn; None where all do."""
+    if vision is None or vision.train == "all":
+        return None
+
+    def is_frozen(path: Any, _: Any) -> bool:
+        part, *rest = (key.key for key in path)
+        return part == "vision" and not (vision.train == "projector" and rest[0] == "projector")
+
+    return jax.tree.map_with_path(is_frozen, params)

@@ -173,14 +173,10 @@ def batch_kl(kl: Tokens, mask: Tokens) -> Float[Array, ""]:
 
 
 class KLController(Protocol):
-    """Chooses the coefficient of the KL in the reward. The state is its last value, float32."""
+    """Chooses the coefficient of the KL in the reward. The state is that coefficient, float32."""
 
     def init(self) -> Float[Array, ""]:
         """The state before the first iteration."""
-        ...
-
-    def coefficient(self, state: Float[Array, ""]) -> Float[Array, ""]:
-        """The coefficient of this iteration."""
         ...
 
     def update(
@@ -197,7 +193,7 @@ class KLController(Protocol):
         ...
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["coef"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["coef"])
 @dataclass(frozen=True)
 class FixedKL:
     """A constant coefficient; a resumed run has the one of its config."""
@@ -208,10 +204,6 @@ class FixedKL:
         """The coefficient."""
         return jnp.float32(self.coef)
 
-    def coefficient(self, state: Float[Array, ""]) -> Float[Array, ""]:
-        """The coefficient, whatever the state of an earlier config."""
-        return jnp.float32(self.coef)
-
     def update(
         self,
         state: Float[Array, ""],
@@ -220,10 +212,10 @@ class FixedKL:
         learned: Float[Array, ""] | float = 1.0,
     ) -> Float[Array, ""]:
         """The same coefficient."""
-        return jnp.float32(self.coef)
+        return state
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["coef", "target"], meta_fields=["horizon"])
+@partial(jax.tree_util.register_dataclass, data_fields=["target"], meta_fields=["coef", "horizon"])
 @dataclass(frozen=True)
 class AdaptiveKL:
     """A coefficient that grows while the KL is above its target and falls while it is below.
@@ -241,10 +233,6 @@ class AdaptiveKL:
     def init(self) -> Float[Array, ""]:
         """The coefficient of the first iteration."""
         return jnp.float32(self.coef)
-
-    def coefficient(self, state: Float[Array, ""]) -> Float[Array, ""]:
-        """The state."""
-        return state
 
     def update(
         self,

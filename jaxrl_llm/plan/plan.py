@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.algorithm import Algorithm
-from jaxrl_llm.algorithms.kl import KLController
+from jaxrl_llm.algorithms.kl import FixedKL, KLController
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import make_global
@@ -179,6 +179,12 @@ class Plan:
             return states
         policy = self.learner.params_in(states)
         return states | {REFERENCE: self._refresh(states[REFERENCE], policy)}
+
+    def resumed(self, step: int, states: States) -> States:
+        """The states of a checkpoint of `step`; a fixed coefficient of the KL is the config's."""
+        phase = self.at(step + 1)
+        is_fixed = isinstance(phase.controller, FixedKL)
+        return states | phase.controller_state() if is_fixed else states
 
     @cached_property
     def _refresh(self) -> Refresh | None:

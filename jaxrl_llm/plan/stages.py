@@ -358,10 +358,9 @@ class PenalisedRewards(OfLearnedSamples):
         known = self.learned(fields | {"mask": mask})
         mask = known["mask"]
         (kl_reward,) = self.functions
-        coef = self.controller.coefficient(state)
-        rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=coef)
+        rewards, kl = kl_reward(*(known[name] for name in field_names(kl_reward)), coef=state)
         current = batch_kl(kl, mask)
-        metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coef}
+        metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": state}
         learned = jnp.mean(known["sample_mask"]) if self.masks else 1.0
         moved = self.controller.update(state, current, mask.shape[0], learned)
         return StageOutput({"rewards": rewards}, metrics, moved)

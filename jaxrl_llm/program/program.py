@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -187,7 +186,7 @@ class Program:
         followed = now.states | self.follow(segment.roles, now.states, now.timer, now.metrics)
         if takes_part(mesh):
             now.timer.start(segment.name)
-        device_step = make_global(jnp.int32(now.step), replicated(mesh))
+        device_step = make_global(np.int32(now.step), replicated(mesh))
         if segment.name not in self._numbers:
             self._numbers[segment.name] = make_global(segment.arguments, replicated(mesh))
         numbers = self._numbers[segment.name]

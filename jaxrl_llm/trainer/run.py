@@ -386,7 +386,8 @@ class Run:
         bases = read_bases(self.plan, loop_state.get(BASES, {}))
         self._frozen = loop_state.get(layout.FROZEN, {})
         fixed = manager.restore_frozen(path.parent, kept, loop_state) if kept else {}
-        return from_items(items, bases | fixed), loop_state
+        states = from_items(items, bases | fixed)
+        return self.plan.resumed(loop_state["step"], states), loop_state
 
 
 def saves_first(config: Config) -> bool:

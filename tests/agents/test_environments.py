@@ -94,7 +94,7 @@ def test_walls_leave_every_cell_in_reach():
             maze._cell = todo.pop()
             if maze._cell not in seen:
                 seen.add(maze._cell)
-                todo += maze._open().values()
+                todo += maze._open(maze._cell).values()
         assert len(seen) == 25 and len(maze._closed) == 2 * 16
 
 

@@ -3,7 +3,7 @@
 python scripts/train.py --config=configs/grpo_vision.py
 
 An image encoder and a decoder of two layers each learn the format by a short supervised warm-up.
-GRPO then takes them from at most 60 % of held-out images to over 90 %. docs/vision.md has the
+GRPO then takes them from less than 50 % of held-out images to over 90 %. docs/vision.md has the
 curves. The encoder learns with the decoder.
 """
 

@@ -222,8 +222,8 @@ def adapters_of(source: ModelSource, kind: Kind, settings: ModelSettings) -> Lor
         lora.check()
         return lora
     # Targets name modules of the decoder; the encoder has some of the same names.
-    decoder = replace(source.config, vision=None)
-    tensors = (tensor.name for tensor in hf_names(decoder, kind).values())
+    names = hf_names(source.config, kind)
+    tensors = [tensor.name for path, tensor in names.items() if path[0] != "vision"]
     lora = Lora(
         rank=chosen.rank,
         alpha=chosen.alpha,

@@ -34,6 +34,13 @@ def test_without_a_critic_too(config: str, tmp_path: Path) -> None:
     assert rows[0][ACCURACY] <= 0.57 and rows[-1][ACCURACY] >= 0.90
 
 
+def test_a_model_that_sees_learns_to_count(tmp_path: Path) -> None:
+    """docs/vision.md has the curves."""
+    name = "val-core/count_dots_6/acc/mean@1"
+    measured = [row[name] for row in run("grpo_vision", tmp_path) if row.get(name) is not None]
+    assert measured[0] <= 0.60 and measured[-1] >= 0.90
+
+
 def test_a_reward_model_learns_and_teaches(tmp_path: Path) -> None:
     rows = run("ppo_reward_model", tmp_path)
     pairs = read(tmp_path / "reward_model" / "metrics.jsonl")

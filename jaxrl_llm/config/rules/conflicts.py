@@ -151,18 +151,18 @@ def _of_role(role: str) -> Iterator[Row]:
 
 # What was not compared with images. docs/vision.md lists what was.
 _UNSEEN = (
-    *(f"mesh.{axis}" for axis in ("pipeline", "expert", "sequence", "tensor")),
+    *(f"mesh.{axis}" for axis in AXES),
     *("mesh.generation.tensor", "mesh.passes.tensor", "placement", "node_groups"),
     *("rollout.tools", "rollout.environment", "rollout.program"),
     *("max_staleness", "rollout.filter_groups.enable", "rollout.quantization"),
     *("teacher", "models", "reward.model"),
+    ADAPTED,
 )
 
 OF_THE_RUN: tuple[Row, ...] = (
     # Images.
     ("actor.vision.train", TEXT_ALONE, "no image encoder is read"),
     *((IMAGES, each, "this was not compared with images") for each in (*_UNSEEN, STRICT)),
-    ("actor.vision.train", ADAPTED, "the encoder lies in the frozen base of the adapters"),
     # The order of prompts.
     ("data.priority", OFFLINE, "an offline run scores no answers"),
     ("data.priority", "data.shuffle", "prompts are drawn at random"),

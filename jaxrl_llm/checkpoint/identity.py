@@ -85,6 +85,8 @@ def config_record(config: ModelConfig) -> Record:
     """The fields of a model's config, in JSON's types."""
     record = dataclasses.asdict(config)
     del record["float32_head"]  # how it is computed, not what it is
+    if config.vision is not None:
+        del record["vision"]["train"]  # likewise
     if config.rope_scaling is not None:
         record["rope_scaling"] |= {"rope_type": config.rope_scaling.kind}
     return json.loads(json.dumps(record))  # lists in place of tuples

@@ -105,6 +105,8 @@ def source_at(path: str, config: ModelConfig | None = None, *, images: bool = Fa
     """The model at `path`. None takes the config of its files."""
     model = layout.find_model_path(path)
     directory = model_directory(model.files)
+    # A run's own files describe the model that it trained.
+    images = images or (model.checkpoint is not None and image_model_in(directory) is not None)
     config = config or load_model_config(directory, images=images)
     image_model = image_model_of_checkpoint(directory) if model.checkpoint else ""
     if not model.checkpoint and (kind := image_model_in(directory)) is not None:
@@ -289,6 +291,11 @@ def image_input(vision: Vision | None, most: int) -> ImageInput | None:
     """How rows take images for a model with this encoder."""
     if vision is None:
         return None
+    if not most:
+        raise ConfigError(
+            "config.data.max_images=0: config.actor.path is a run of a model with its image "
+            "encoder; set 1 or more, or export it, whose folder opens as a language model"
+        )
     return ImageInput(
         token_id=vision.image_token_id,
         size=vision.image_size,

@@ -214,7 +214,8 @@ class Validator:
                 first_sample=first,
                 images=images_of(self._tokenizer),
             )
-            seen = None if batch.images is None else Images(batch.images, batch.image_places)
+            images, places = batch.images, batch.image_places
+            seen = None if images is None or places is None else Images(images, places)
             arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids, None, seen)
             if isinstance(self._turns, Conversations):
                 numbers = [first + row for row in self._rows.owned.tolist()]

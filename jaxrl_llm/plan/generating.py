@@ -368,7 +368,9 @@ class ContinueResponses(ModelStage):
         shape = fields[OLDER_READS[1]].shape
         # The others are rows without a prompt: they generate nothing and take no slot.
         rows = (whole, jnp.where(go_on, longer, 0), ids, self.how.keys(steps), limits)
-        stacked = (x.reshape(*shape, *x.shape[1:]) for x in (*rows, flat.lengths_N))
+        older = jax.tree.map(
+            lambda x: x.reshape(*shape, *x.shape[1:]), Samples(*rows, flat.lengths_N)
+        )
         new_lengths = fields["prompt_lengths"]
         # The slots belong to one batch.
         settings = self.how.settings
@@ -382,7 +384,7 @@ class ContinueResponses(ModelStage):
             fields["sample_ids"],
             replace(settings, num_slots=slots),
             limits=jnp.full(new_lengths.shape, parts.limit(version, step, longest)),
-            continued=Samples(*stacked),
+            continued=older,
         )
         assert out.continued is not None
         new = _responses(out, version)

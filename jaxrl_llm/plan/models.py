@@ -74,8 +74,9 @@ def find_model(
         train = settings.vision.train if isinstance(settings, ActorConfig) else "none"
         vision = replace(source.config.vision, train=train)
         source = replace(source, config=replace(source.config, vision=vision))
-    if getattr(settings, "params", None) is not None:
-        source = replace(source, params=settings.params.tree)  # pyright: ignore[reportAttributeAccessIssue]
+    params = getattr(settings, "params", None)
+    if params is not None:
+        source = replace(source, params=params.tree)
     if getattr(settings, "head_dtype", "") != "float32":
         return source
     return replace(source, config=replace(source.config, float32_head=True))

@@ -113,7 +113,8 @@ def test_answers_that_could_not_be_graded_are_counted(tmp_path, monkeypatch):
 
     def answers(spec, params, prompts, *_, **__):
         none = jnp.zeros((len(prompts), 5), int)
-        return SimpleNamespace(tokens=none, lengths=none[:, 0], logprobs=none * 0.0)
+        logprobs, lengths = none * 0.0, none[:, 0]
+        return SimpleNamespace(tokens=none, lengths=lengths, logprobs=logprobs, turns=None)
 
     monkeypatch.setattr(evaluate, "generate_on_mesh", answers)
     config, role = with_rows(tmp_path), open_iteration(tiny_config()).roles["actor"]

@@ -29,7 +29,7 @@ def planned(config):
 
 
 def rate_at(plan, role: str, optimizer_step: int) -> float:
-    return float(plan.roles[role].learning_rate(np.int32(optimizer_step)))
+    return float(plan.roles[role].optimizer.learning_rate(np.int32(optimizer_step)))
 
 
 def test_the_decay_of_the_actor_counts_the_steps_that_it_takes():

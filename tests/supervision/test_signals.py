@@ -89,7 +89,7 @@ def test_a_hung_reward_function_does_not_hold_up_the_end(tmp_path):
     process.terminate()
     _, error = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "0.5 s after SIGTERM a reward function was still running" in error
+    assert "0.5 s after SIGTERM a reward function or a tool was still running" in error
     assert "Traceback" not in error and not (tmp_path / "saved").exists()
 
 

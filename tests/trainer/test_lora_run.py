@@ -359,7 +359,6 @@ def test_an_adapter_with_a_number_that_is_none_is_refused(tmp_path, base, traine
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"placement": '{"rollout": "1"}'}, "does not work with config.placement"),
         ({"actor.lora.merge": "false", "actor.lora.dora": "true"}, "lora.dora=true"),
         ({"actor.lora.targets": "[]"}, "lora.targets: it is empty"),
         (

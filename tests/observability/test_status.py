@@ -47,5 +47,5 @@ def test_a_long_stage_of_the_first_step_is_named_in_a_log(monkeypatch):
     assert out.getvalue().splitlines() == [
         "step: 2 steps",
         "step 1 is in gen; the first step compiles its programs",
-        "step 1/2 | left 0:00",
+        "step 1/2",
     ]

@@ -2,7 +2,7 @@
 #
 #   docker build -t jaxrl .                                  # CPU
 #   docker build -t jaxrl --build-arg EXTRAS='[cuda]' .      # NVIDIA GPUs, with jax's CUDA libraries
-#   docker run --gpus all --ipc=host -v "$PWD/runs:/work/runs" jaxrl train --config=ppo
+#   docker run --gpus all --ipc=host -v "$PWD/runs:/home/jaxrl/runs" jaxrl train --config=ppo
 #
 # EXTRAS takes any extras of pyproject.toml: '[cuda,serve,math]'. BUILD.md says what a GPU needs.
 FROM python:3.12-slim
@@ -21,8 +21,8 @@ RUN pip install --no-cache-dir ".${EXTRAS}" -c constraints.txt
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-RUN useradd --create-home jaxrl && mkdir /work && chown jaxrl /work
+RUN useradd --create-home jaxrl
 USER jaxrl
-WORKDIR /work
+WORKDIR /home/jaxrl
 ENTRYPOINT ["jaxrl"]
 CMD ["--help"]

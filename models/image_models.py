@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.models.hf import HFStack, HFTensor, Names
 
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
-_PREFIX = "model."  # of a language model's own tensors, but for its head
+_PREFIX = "model."  # prefix of the tensors of a language model, but for its head
 
 
 @dataclass(frozen=True)

@@ -175,9 +175,9 @@ def test_the_page_has_the_run(tmp_path):
 
 
 def test_the_page_explains_its_metrics_in_the_words_of_the_docs(tmp_path):
-    told = data_of(html.page([RunFiles(write_run(tmp_path / "run"))]))["explained"]
-    assert told["val-core/sums/acc/mean@1"].startswith("share of right answers")
-    assert told["warmup: loss"] == "loss of the whole batch"
+    explained = data_of(html.page([RunFiles(write_run(tmp_path / "run"))]))["explained"]
+    assert explained["val-core/sums/acc/mean@1"].startswith("share of right answers")
+    assert explained["warmup: loss"] == "loss of the whole batch"
     names = ("eval_grad_norm", "timing_s/gen", "gen/micro_batches", "mine")
     said = explanations(names)
     assert said["eval_grad_norm"] == "held out: global gradient norm before clipping"

@@ -31,7 +31,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def told(completions, messages, num_turns, stop_reason, num_tool_calls):
+def columns(completions, messages, num_turns, stop_reason, num_tool_calls):
     assert {m[0]["role"] for m in messages} <= {"system", "user"}
     ends = {"completed": 0.5, "max_tokens": 0.25}
     return [
@@ -72,7 +72,7 @@ def keys_of(folder, path):
 def test_a_chat_model_calls_tools_and_reads_results(tmp_path, given):
     path, file = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "tools.py"
     file.write_text(TOOL)
-    rewards = [f"{file}:told"]
+    rewards = [f"{file}:columns"]
     keys = keys_of(tmp_path / "run", path)
     if given == "path":
         keys |= {"rollout.tools": [f"{file}:add"], "reward.functions": rewards}
@@ -100,12 +100,12 @@ def test_a_chat_model_calls_tools_and_reads_results(tmp_path, given):
             else:
                 own.append(message)
         assert len(groups) == len(spans)
-        told = conversation(extras, str)["messages"]
-        assert [m["text"] for m in told if m["kind"] == "sampled"] == [
+        shown = conversation(extras, str)["messages"]
+        assert [m["text"] for m in shown if m["kind"] == "sampled"] == [
             said["content"] for said, _ in groups
         ]
-        observed = sum(m.get("tokens", 0) for m in told if m["kind"] == "observed")
-        assert observed + sum(m.get("tokens", 0) for m in told if "turn" in m) == len(ids)
+        observed = sum(m.get("tokens", 0) for m in shown if m["kind"] == "observed")
+        assert observed + sum(m.get("tokens", 0) for m in shown if "turn" in m) == len(ids)
         for number, (said, results) in enumerate(groups):
             start, end = spans[number]["start"], spans[number]["end"]
             calls = said.get("tool_calls", [])

@@ -87,7 +87,7 @@ class ImageInput:
         """The patches of an image; a token has its patches together, each by column and row."""
         p, s = self.patch, self.scale
         if image.size != (self.size, self.size):
-            from PIL import Image
+            from PIL import Image  # pyright: ignore[reportMissingImports]
 
             image = image.resize((self.size, self.size), Image.Resampling.LANCZOS)
         side = self.size // p // s
@@ -127,7 +127,7 @@ def opened(image: Any) -> Any:
 
     Raises: ValueError for anything else, and for an image that cannot be read.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError  # pyright: ignore[reportMissingImports]
 
     if isinstance(image, Image.Image):
         return image.convert("RGB")
@@ -165,7 +165,7 @@ def _source(image: Any) -> Any:
 
 def _file_of(image: Any) -> io.BytesIO:
     """A PIL image as a file without loss."""
-    from PIL import Image
+    from PIL import Image  # pyright: ignore[reportMissingImports]
 
     if not isinstance(image, Image.Image):
         raise ValueError(f"an image is a {type(image).__name__}, neither bytes nor a path")

@@ -144,7 +144,7 @@ def _drawn_dots(
     size: int, radius: int, colour: tuple[int, ...], dots: Sequence[tuple[int, int]]
 ) -> bytes:
     """A light image with dots of one colour, as a PNG file."""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw  # pyright: ignore[reportMissingImports]
 
     image = Image.new("RGB", (size, size), (235, 235, 235))
     canvas = ImageDraw.Draw(image)

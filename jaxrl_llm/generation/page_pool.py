@@ -54,6 +54,13 @@ class PagePool:
             before = page
         return pages
 
+    def key_after(self, pages: Sequence[int], tokens: Sequence[int]) -> Key | None:
+        """The key of the full page that comes after `pages`, which `tokens` begin with."""
+        first = len(pages) * self.entries
+        if len(tokens) - first < self.entries:
+            return None
+        return pages[-1] if pages else -1, tuple(tokens[first : first + self.entries])
+
     def note(self, pages: list[int], tokens: Sequence[int], number: int) -> int:
         """Put the full pages of the first `number` computed tokens into the tree.
 

@@ -37,7 +37,7 @@ from jaxrl_llm.generation.calls import (
 )
 from jaxrl_llm.generation.engine import compiler_options, generation_form
 from jaxrl_llm.generation.kv_cache import init_cache
-from jaxrl_llm.generation.page_pool import PagePool
+from jaxrl_llm.generation.page_pool import Key, PagePool
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.sequence import Beginning, Sampling, Sequence
 from jaxrl_llm.generation.settings import Quantization
@@ -258,10 +258,7 @@ class Engine:
             if sequence in listed:
                 listed.remove(sequence)
         self._waiting.discard(sequence)
-        if sequence.beginning is None and self._reads_equal:
-            # Decode steps give entries other bits than `extend`.
-            shared = sequence.num_prompt - 1 if self._fixed else sequence.computed
-            self._pool.note(sequence.pages, sequence.tokens, min(shared, sequence.computed))
+        self._note(sequence)
         self._pool.release(sequence.pages)
         sequence.pages, sequence.status = [], "ended"
         if self._free_slots is not None and sequence.slot >= 0:
@@ -279,9 +276,9 @@ class Engine:
 
         It returns earlier when `enough` sequences have ended their turn; 0: a sixteenth of them.
         """
-        self._admit()
-        self._compute_beginnings()
-        self._compute_given()
+        while self._admit():
+            self._compute()
+        self._compute()
         return self._decode(most or self.settings.steps, enough)
 
     def _oldest(self) -> Sequence | None:
@@ -294,16 +291,20 @@ class Engine:
             return 0
         return max(0, self._pages_each - len(oldest.pages))
 
-    def _admit(self) -> None:
-        """Let queued sequences run, in the order of their arrival, while memory lasts."""
-        oldest = self._oldest()
+    def _admit(self) -> bool:
+        """Let queued sequences run, in the order of their arrival, while memory lasts.
+
+        A sequence is passed over while another begins to compute a page that both begin with.
+        Returns: whether one was, so that it is asked again once that page is there.
+        """
+        oldest, begun, passed = self._oldest(), set[Key](), False
         self._queued.sort(key=lambda x: x.number)
         place = 0
         while place < len(self._queued) and len(self._running) < self._slots:
             sequence = self._queued[place]
             shared = sequence.beginning
             if self._free_slots is not None and sequence.slot < 0 and not self._free_slots:
-                return
+                break
             if shared is not None and shared.row == -1:
                 if not self._rows:  # readers of the rows may stand behind it, and go on
                     place += 1
@@ -311,18 +312,34 @@ class Engine:
                 shared.row = -2 - self._rows.pop()  # taken, and not computed
             if not sequence.pages and shared is None and self._reads_equal:
                 sequence.pages = self._pool.match(sequence.own[:-1])
+                following = self._pool.key_after(sequence.pages, sequence.own[:-1])
+                if following in begun:
+                    self._pool.release(sequence.pages)
+                    sequence.pages, passed = [], True
+                    place += 1
+                    continue
                 sequence.computed = len(sequence.pages) * self._pool.entries
+            else:
+                following = None
             needed = self._missing(sequence, len(sequence.own))
             if needed > self._pool.num_free - self._held_back(oldest, sequence):
-                return
+                break
+            if following is not None:
+                begun.add(following)
             sequence.pages += self._pool.take(needed)
             if self._free_slots is not None and sequence.slot < 0:
                 sequence.slot = self._free_slots.pop(0)
             sequence.status = "running"
             self._running.append(self._queued.pop(place))
+        return passed
 
     def _missing(self, sequence: Sequence, entries: int) -> int:
         return max(0, -(-entries // self._pool.entries) - len(sequence.pages))
+
+    def _compute(self) -> None:
+        """Compute what running sequences were given."""
+        self._compute_beginnings()
+        self._compute_given()
 
     def _compute_beginnings(self) -> None:
         """Compute the shared prompts of sequences that begin to run."""
@@ -390,6 +407,14 @@ class Engine:
             self.num_computed += number
             if routes is not None:
                 sequence.routes.append(routes[i, :number])
+            self._note(sequence)
+
+    def _note(self, sequence: Sequence) -> None:
+        """Let other sequences read the pages that are full."""
+        if sequence.beginning is None and self._reads_equal:
+            # Decode steps give entries other bits than `extend`.
+            shared = sequence.num_prompt - 1 if self._fixed else sequence.computed
+            self._pool.note(sequence.pages, sequence.tokens, min(shared, sequence.computed))
 
     def _extended(self, sequence: Sequence) -> int:
         """Given ids that the next call computes; with fixed shapes up to the end of a page."""

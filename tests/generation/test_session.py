@@ -185,6 +185,26 @@ def test_an_equal_beginning_is_not_computed_again():
     assert texts[0][1:] == texts[1][1:]
 
 
+def test_an_equal_beginning_that_comes_at_once_is_not_computed_again():
+    """The choices of a request, and another request that begins with half of its prompt."""
+    prompt = np.random.default_rng(0).integers(6, VOCAB, 30).tolist()
+    prompts = [[*prompt, 7, 8], [*prompt, 7, 8], [*prompt[:16], 9, 9, 9], [*prompt, 7, 8]]
+
+    def answered(together: bool) -> tuple[int, list]:
+        engine = engine_of(max_context=CONTEXT, cache_tokens=4 * CONTEXT, num_slots=4)
+        sequences = []
+        for i, ids in enumerate(prompts):
+            sequences.append(engine.add(ids, limit=4, seed_key=KEY, sample_id=i))
+            while engine.has_work and not (together and i < 3):
+                engine.step()
+        return engine.num_computed, [(s.tokens, s.logprobs) for s in sequences]
+
+    computed, sequences = answered(together=True)
+    # A page has 4 ids, and the last id of a prompt is decoded.
+    assert computed == 31 + 2 * (31 - 28) + (18 - 16)
+    assert (computed, sequences) == answered(together=False)
+
+
 def test_the_experts_of_every_computed_id_are_recorded():
     """Also where an equal prompt was computed before, and where a sequence is computed again."""
     settings = {"max_context": CONTEXT, "record_routes": True, "stop_ids": ()}

@@ -353,15 +353,25 @@ RoleName = Annotated[
 ]
 
 
-class ExtraModelConfig(ModelSettings):
-    """A frozen model of yours: a second reward model, a cost model, another reference.
+class OwnUpdate(Record):
+    """The update of a model of yours, in each step and on its samples."""
 
-    A scalar model writes the field `<name>_scores`, a language model `<name>_logprobs`.
+    loss: OwnFunction  # function of yours: fields of the batch -> (loss, metrics)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    ppo_epochs: Count = 1  # passes over the samples of an iteration
+
+
+class ExtraModelConfig(ModelSettings):
+    """A model of yours: a second reward model, a cost model, another reference.
+
+    A scalar model writes the fields `<name>_scores` and `<name>_token_scores`, a language model
+    `<name>_logprobs`.
     """
 
     name: RoleName  # name of the role, also in the names of its fields
     kind: Literal["scalar", "causal_lm"] = "scalar"  # output of the model: scores or log-probs
     weight: float = 0.0  # weight of a scalar model's score in the reward; 0: for your stages alone
+    update: Maybe[OwnUpdate] = None  # loss and optimizer of a model that learns; null: frozen
 
 
 class FilterGroupsConfig(Record):

@@ -66,7 +66,7 @@ class Model:
     @property
     def optimizer(self) -> Any:
         """The OptimizerConfig of a role that learns."""
-        return getattr(self.settings, "optimizer", None)
+        return getattr(getattr(self.settings, "update", self.settings), "optimizer", None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from jaxrl_llm.config.graders import GRADERS
 from jaxrl_llm.config.schema import (
     Config,
     ExtraModelConfig,
+    OwnUpdate,
     PhaseConfig,
     RewardModelConfig,
     SupervisedConfig,
@@ -46,6 +47,7 @@ OPTIONAL: tuple[tuple[str, str, type[Record]], ...] = (
     ("A reward model", "reward.model", RewardModelConfig),
     ("A teacher, of distillation", "teacher", TeacherConfig),
     ("A model of yours", "models.0", ExtraModelConfig),
+    ("The update of a model of yours", "models.0.update", OwnUpdate),
     ("A phase", "phases.0", PhaseConfig),
 )  # fmt: skip
 # Keys that hold one of several kinds: (title, key, kinds).
@@ -79,6 +81,7 @@ NAMES = {
     Given: "object",
     SupervisedConfig: "a training, see warmup",
     RewardModelConfig: "a reward model",
+    OwnUpdate: "an update",
 }
 SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 

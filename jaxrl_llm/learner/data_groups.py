@@ -12,9 +12,13 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_llm.learner.forward import ForwardSettings
-from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.losses import OwnLoss, PolicyLoss, ValueLoss
 from jaxrl_llm.learner.micro_batches import Parts, Shard
 from jaxrl_llm.learner.offline_losses import RecordLoss
+
+# (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
+# `Weight`: a loss reads parameters by `forward.prepare`, or a leaf by `[...]`.
+Loss = PolicyLoss | ValueLoss | OwnLoss | RecordLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +30,9 @@ class DataGroups:
     settings: ForwardSettings  # the forward pass of one group
     shard: Shard = lambda tree: tree  # spreads rows over the devices of a group
 
-    def loss(
-        self, loss: PolicyLoss | ValueLoss | RecordLoss
-    ) -> PolicyLoss | ValueLoss | RecordLoss:
+    def loss(self, loss: Loss) -> Loss:
         """`loss` as a group computes it."""
-        if isinstance(loss, ValueLoss):
+        if isinstance(loss, ValueLoss | OwnLoss):
             return replace(loss, settings=self.settings)
         router = replace(loss.router, over=self.axes)
         return replace(loss, settings=self.settings, router=router)

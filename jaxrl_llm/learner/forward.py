@@ -371,6 +371,19 @@ def response_scores(
     return jnp.where(last >= 0, chosen, 0.0)
 
 
+def response_token_scores(
+    params: Params, rows: Rows, *, spec: ModelSpec, settings: ForwardSettings
+) -> Float[Array, "B R"]:
+    """Scalar model's score at each response token, which it has seen; float32.
+
+    Any value after the response; 0 for samples that are not in these rows.
+    """
+    model = prepare(spec, params, settings)
+    rows = spread(rows, settings.layout)
+    scores = model.scores(hidden_states(model, rows.tokens, settings, rows))
+    return jnp.where(rows.included[:, None], rows.own(_whole_rows(scores, settings.layout)), 0.0)
+
+
 def _whole_rows(scores: Float[Array, "B T"], layout: Layout | None) -> Array:
     """Scores of which some are read: inside a shard_map, all tokens of a row on its devices.
 

@@ -28,7 +28,9 @@ from jaxrl_llm.arguments import is_zero
 from jaxrl_llm.learner.forward import (
     ForwardSettings,
     attention_work,
+    response_scores,
     response_statistics,
+    response_token_scores,
     response_values,
 )
 from jaxrl_llm.learner.router_losses import ROUTER_METRICS, RouterLoss
@@ -42,6 +44,8 @@ STEP_METRICS = ("grad_norm", "lr", "micro_batches", "row_use", "attention_balanc
 STEP_METRICS += ROUTER_METRICS
 NONFINITE = "nonfinite_gradients"  # one bool a parameter; `check_gradients` turns it into names
 _OF_STEP = (NONFINITE, *STEP_METRICS)
+# Outputs of a user's model, in the names of its loss's parameters.
+OWN_OUTPUTS = ("logprobs", "new_scores", "new_token_scores")
 TAKEN = {"loss", *_OF_STEP, *(f"{role}/{n}" for role in ("actor", "critic") for n in _OF_STEP)}
 
 
@@ -189,6 +193,77 @@ class ValueLoss:
         means = _token_means(parts, mask, counts["global_tokens"])
         work = attention_work(rows, self.spec, self.settings)
         return total, _joined({"critic/vf_loss": total} | work, means)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["function"],
+    meta_fields=["role", "spec", "settings", "temperature", "masks"],
+)
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss:
+    """The loss of a user's model that learns: a mean over samples, or over their tokens.
+
+    `function` takes fields by position, and the model's outputs: `logprobs` [B, R] of a language
+    model, `new_scores` [B] and `new_token_scores` [B, R] of a scalar one. It returns a loss of
+    shape [B] or [B, R], and metrics of the same shape.
+    """
+
+    function: Callable[..., Any]
+    role: str
+    spec: ModelSpec
+    settings: ForwardSettings
+    temperature: float
+    masks: bool = False  # samples may be left out
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The fields of the batch that the loss needs."""
+        own = [name for name in field_names(self.function) if name not in OWN_OUTPUTS]
+        masks = ("sample_mask",) if self.masks else ()
+        return tuple(dict.fromkeys((*SAMPLE_ROWS, "mask", *own, *masks)))
+
+    def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
+        """The mini-batch with its counts; see `with_counts`."""
+        return with_counts(mini_batch, first)
+
+    def __call__(self, params: Params, part: Fields) -> tuple[Array, Metrics]:
+        """The part's contribution to the loss, and metrics."""
+        rows, names = rows_of(part, self.settings.align), field_names(self.function)
+        how: Any = {"spec": self.spec, "settings": self.settings}
+        mask, current = _loss_mask(part), dict(part)
+        current["mask"] = mask
+        if self.spec.kind == "causal_lm":
+            statistics = response_statistics(params, rows, temperature=self.temperature, **how)
+            current["logprobs"] = statistics.logprobs
+        elif "new_token_scores" in names:
+            each = response_token_scores(params, rows, **how)
+            last = jnp.maximum(part["response_lengths"] - 1, 0)[:, None]
+            current["new_token_scores"] = each
+            current["new_scores"] = jnp.take_along_axis(each, last, axis=1)[:, 0]
+        else:
+            lengths = part["response_lengths"]
+            current["new_scores"] = response_scores(params, rows, lengths, **how)
+        loss, metrics = self.function(*(current[name] for name in names))
+        counts, samples = _counts(part), mask.max(axis=1)
+        wholes = {
+            mask.shape: (mask, counts["global_tokens"]),
+            samples.shape: (samples, counts["global_sequences"]),
+        }
+        taken, means = f"{self.role}/loss", {}
+        for name, x in {taken: loss, **metrics}.items():
+            if jnp.shape(x) not in wholes:
+                raise ValueError(
+                    f"the loss of config.models {self.role} returned {name!r} of shape "
+                    f"{jnp.shape(x)}; it must be [B]={samples.shape} or [B, R]={mask.shape}"
+                )
+            weights, number = wholes[jnp.shape(x)]
+            means[name] = jnp.where(weights > 0, x * weights, 0.0).sum() / jnp.maximum(number, 1)
+        for name in metrics:
+            own = {taken, *(f"{self.role}/{each}" for each in _OF_STEP)}
+            check_metric_name(f"the loss of {self.role}", name, TAKEN | own)
+        means |= attention_work(rows, self.spec, self.settings)
+        return means[taken], means
 
 
 def with_counts(fields: Fields, first: bool | Array, *, prompts: bool = False) -> Fields:

@@ -17,9 +17,9 @@ from jaxtyping import Array
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.sharding import in_host_memory
-from jaxrl_llm.learner.data_groups import DataGroups
+from jaxrl_llm.learner.data_groups import DataGroups, Loss
 from jaxrl_llm.learner.forward import LARGEST_PART, MEAN_PART
-from jaxrl_llm.learner.losses import NONFINITE, PolicyLoss, ValueLoss
+from jaxrl_llm.learner.losses import NONFINITE, PolicyLoss
 from jaxrl_llm.learner.micro_batches import (
     MicroBatches,
     Parts,
@@ -36,9 +36,6 @@ from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import DROPOUT, Lora, join, merged_ahead
 
-# (parameters, part of a mini-batch) -> (value, metrics). A leaf of the parameters may be a
-# `Weight`: a loss reads parameters by `forward.prepare`, or a leaf by `[...]`.
-Loss = PolicyLoss | ValueLoss | RecordLoss
 Measure = Callable[[Any, Fields], Metrics]
 
 
@@ -137,7 +134,7 @@ def train_step(
         groups=groups,
     )
     counts, rate = metrics.pop(OWN_COUNTS, None), 0.0
-    if not isinstance(loss, ValueLoss):
+    if isinstance(loss, PolicyLoss | RecordLoss):
         rate = loss.router.bias_rate
     state, norms = apply_gradients(
         state,

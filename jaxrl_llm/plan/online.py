@@ -34,7 +34,7 @@ from jaxrl_llm.plan.online_stages import (
 from jaxrl_llm.plan.plan import Phase, Plan
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE, Role, roles_of, rollout_role
 from jaxrl_llm.plan.scores import HostReward
-from jaxrl_llm.plan.stages import KL_CONTROLLER
+from jaxrl_llm.plan.stages import KL_CONTROLLER, Update
 from jaxrl_llm.program.followers import Follower
 from jaxrl_llm.program.program import Program, by_mesh
 from jaxrl_llm.program.stage import Stage
@@ -106,7 +106,8 @@ def _learning(
 ) -> tuple[int, dict[str, int]]:
     """The last step in which only the critic learns, and in how many steps each role learns.
 
-    A critic warms up in the first phase that has one. Without a critic the actor learns.
+    A critic warms up in the first phase that has one. Without a critic the actor learns. Models of
+    the user's learn in all steps.
 
     Raises: ConfigError where the actor learns in no step.
     """
@@ -127,6 +128,7 @@ def _learning(
     return last, {
         "actor": config.total_steps - waits,
         "critic": sum(end - first for first, end in phases),
+        **{model.name: config.total_steps for model in config.models if model.update},
     }
 
 
@@ -198,7 +200,7 @@ class _Planner:
             program=make_program((*collecting, *group(rest))),
             batch=_abstract_batch(config, self.mesh, self.roles["actor"].spec.config.vision),
             first_step=first_step,
-            epochs={"actor": config.actor.ppo_epochs, "critic": config.critic.ppo_epochs},
+            epochs={s.role: s.sizes.num_epochs for s in stages if isinstance(s, Update)},
             controller=algorithm.kl_controller,
             collecting=collecting,
             continuing=continuing_program(config, stages, make_program),

@@ -5,18 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.tree_util import Partial
 
 from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.arguments import seed_of
-from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig
 from jaxrl_llm.generation.memory import GB, fitted
 from jaxrl_llm.generation.partial_responses import ResponseParts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss
+from jaxrl_llm.learner.losses import OwnLoss, PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_step import Measure
@@ -44,6 +45,7 @@ from jaxrl_llm.plan.scores import (
     STEP_REWARDS,
     HostReward,
     ModelScores,
+    ModelTokenScores,
     StepTokenRewards,
     WeightedModel,
     score_stages,
@@ -164,7 +166,8 @@ class OnlineStages:
             ]
         correcting = correction(algorithm, masks=self.masks)
         catalogue += [] if correcting is None else [correcting]
-        catalogue += [self._extra_model(passes(model.name)) for model in config.models]
+        for model in config.models:
+            catalogue += self._extra_model(passes(model.name))
         reward = roles.get("reward")
         catalogue += score_stages(
             reward,
@@ -302,18 +305,40 @@ class OnlineStages:
         writes = (*writes, STEP_REWARDS) if config.reward.process_rewards else writes
         return TurnScores(writes=(*writes, LEFT_OUT) if config.rollout.mask_truncated else writes)
 
-    def _extra_model(self, passes: dict[str, Any]) -> Stage:
-        """The stage of a user's model: `<name>_scores` or `<name>_logprobs`."""
+    def _extra_model(self, passes: dict[str, Any]) -> list[Stage]:
+        """The passes of a user's model, which write `<name>_logprobs` or its scores."""
         role: Role = passes["model"]
         if role.spec.kind == "causal_lm":
             writes = (f"{role.name}_logprobs",)
-            return stages.FrozenLogprobs(name=role.name, writes=writes, **passes)
-        return ModelScores(
+            return [stages.FrozenLogprobs(name=role.name, writes=writes, **passes)]
+        how = {"model": role, "micro_batches": passes["micro_batches"]}
+        scores, each = f"{role.name}_scores", f"{role.name}_token_scores"
+        return [
+            ModelScores(name=role.name, writes=(scores,), measured=True, **how),
+            ModelTokenScores(name=each, writes=(each,), **how),
+        ]
+
+    def _own_update(self, model: ExtraModelConfig) -> Stage:
+        """The update of a user's model that learns."""
+        role, update = self.roles[model.name], model.update
+        assert update is not None
+        function = load(update.loss.path)
+        check_settings(update.loss.path, function, update.loss.settings, takes_fields=True)
+        loss = OwnLoss(
+            function=Partial(function, **update.loss.settings),
+            role=role.name,
+            spec=role.spec,
+            settings=role.forward,
+            temperature=self.config.rollout.temperature,
+            masks=self.masks,
+        )
+        return stages.Update(
             model=role,
-            name=role.name,
-            writes=(f"{role.name}_scores",),
-            micro_batches=passes["micro_batches"],
-            measured=True,
+            name=f"update_{role.name}",
+            loss=loss,
+            optimizer=role.learning,
+            sizes=update_sizes(self.config, role),
+            seed=seed_of(self.config.seed),
         )
 
     def _rewards_and_advantages(self) -> list[Stage]:
@@ -374,7 +399,7 @@ class OnlineStages:
             measure=_measure(own_logprobs, with_ratios),
             seed=seed_of(config.seed),
         )
-        return [*updates, update]
+        return [*updates, update, *(self._own_update(m) for m in config.models if m.update)]
 
 
 def _measure(own_logprobs: bool, with_ratios: bool) -> Measure | None:

@@ -11,7 +11,14 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.checkpoint.stored_models import BASE, CRITIC_BASE
-from jaxrl_llm.config import Config, ConfigError, MeshConfig, ModelSettings, OptimizerConfig
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    MeshConfig,
+    ModelSettings,
+    OptimizerConfig,
+    OwnUpdate,
+)
 from jaxrl_llm.distributed.gathering import gathering, switch_and_gather
 from jaxrl_llm.distributed.layout import (
     Layout,
@@ -376,7 +383,8 @@ class UpdateSizes:
 def update_sizes(config: Config, role: Role) -> UpdateSizes:
     """Cut a step's samples for `role` into mini-batches, and into parts that fit.
 
-    The keys are the critic's for the critic, and the actor's for all other roles. Shuffling spreads
+    The keys are the critic's for the critic, and the actor's for all other roles. A user's model
+    that learns has its own epochs. Shuffling spreads
     the samples of a prompt over mini-batches: no row has them together.
     """
     settings = config.critic if role.name == "critic" else config.actor
@@ -409,11 +417,16 @@ def update_sizes(config: Config, role: Role) -> UpdateSizes:
         passes = replace(update, num=samples // pass_size, shard=shard_stacked(passes_layout))
     return UpdateSizes(
         num_mini_batches=samples // mini_batch,
-        num_epochs=settings.ppo_epochs,
+        num_epochs=(_own_update(config, role.name) or settings).ppo_epochs,
         update=update,
         passes=passes,
         shuffle=config.actor.shuffle,
     )
+
+
+def _own_update(config: Config, name: str) -> OwnUpdate | None:
+    """The update of a user's model; None for a frozen one, and for roles of ours."""
+    return next((model.update for model in config.models if model.name == name), None)
 
 
 # ------------------------------------------------------------------------- of a config
@@ -428,7 +441,7 @@ def roles_of(
 ) -> tuple[dict[str, Role], dict[str, ModelSource]]:
     """Every role that the config describes, and where weights come from, if not from the actor.
 
-    `learning` has the number of steps of the run in which actor and critic learn.
+    `learning` has the number of steps of the run in which each role learns.
     """
     context = config.data.max_row_length
     images = config.data.max_images
@@ -471,7 +484,9 @@ def roles_of(
             role = replace(role, base=base)
         roles[name] = role
     for name, number in learning.items():
-        settings = config.actor if name == "actor" else config.critic
+        own = {"actor": config.actor, "critic": config.critic}.get(name)
+        settings = own or _own_update(config, name)
+        assert settings is not None, name
         per_epoch = number * update_sizes(config, roles["actor"]).num_mini_batches
         steps = max(per_epoch * settings.ppo_epochs, 1)
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)

@@ -13,7 +13,7 @@ from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.multihost import gather_objects
-from jaxrl_llm.learner.forward import response_scores
+from jaxrl_llm.learner.forward import response_scores, response_token_scores
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.rows import Fields, rows_of, sample_fields
 from jaxrl_llm.learner.train_state import Metrics, params_of
@@ -141,6 +141,35 @@ class ModelScores(ModelStage):
         metrics = score_metrics(self.model.name, scores) if self.measured else {}
         (field,) = self.writes
         return StageOutput({field: scores}, metrics | self.count(parts))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelTokenScores(ModelStage):
+    """A scalar model's score at each token of a response, which it has seen."""
+
+    name: str
+    writes: tuple[str, ...]  # one field
+    micro_batches: MicroBatches
+
+    def __call__(
+        self,
+        state: Any,
+        step: jax.Array,
+        *,
+        prompts: jax.Array,
+        prompt_lengths: jax.Array,
+        responses: jax.Array,
+        response_lengths: jax.Array,
+    ) -> StageOutput:
+        def forward(part: Fields) -> Any:
+            how: Any = {"spec": self.model.spec, "settings": self.model.passes}
+            return response_token_scores(params_of(state), rows_of(part), **how)
+
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
+        scores, parts = self.micro_batches.join_counted(forward, samples)
+        (field,) = self.writes
+        inside = jnp.arange(scores.shape[1]) < response_lengths[:, None]
+        return StageOutput({field: jnp.where(inside, scores, 0.0)}, self.count(parts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,12 +23,13 @@ from jaxrl_llm.arguments import Seed
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.distributed.layout import shard_stacked
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.learner.data_groups import Loss
 from jaxrl_llm.learner.forward import (
     response_logprobs,
     response_statistics,
     response_values,
 )
-from jaxrl_llm.learner.losses import BUBBLE, NONFINITE, STEP_METRICS
+from jaxrl_llm.learner.losses import BUBBLE, NONFINITE, STEP_METRICS, OwnLoss
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.ratios import LOG_RATIOS, ratio_quantiles
@@ -42,7 +43,6 @@ from jaxrl_llm.learner.train_state import (
 )
 from jaxrl_llm.learner.train_step import (
     Base,
-    Loss,
     Measure,
     mini_batches,
     train_step,
@@ -154,7 +154,7 @@ def policy_metrics(logprobs_and_entropy: Any, fields: Fields) -> Metrics:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FrozenLogprobs(ModelStage):
-    """Log-probs of the samples under a frozen model: the reference, a teacher, one of a user's."""
+    """Log-probs of the samples under another model: the reference, a teacher, one of a user's."""
 
     name: str
     writes: tuple[str, ...]  # one field
@@ -511,7 +511,7 @@ class Update(ModelStage):
             base=base,
             cast_ahead=role.forward.cast_ahead,
             micro_batches=sizes.update,
-            groups=role.groups_for(self.loss.algorithm.by_sample),
+            groups=role.groups_for(self._by_sample),
             measure=self.measure,
         )
         num_steps = sizes.num_mini_batches * sizes.num_epochs
@@ -527,6 +527,11 @@ class Update(ModelStage):
         if ratios is not None:
             summary |= ratio_quantiles(ratios)
         return StageOutput(metrics=summary, state=own)
+
+    @property
+    def _by_sample(self) -> bool:
+        """False for a loss that may compare the samples of a micro-batch, as a user's may."""
+        return not isinstance(self.loss, OwnLoss) and self.loss.algorithm.by_sample
 
     def summary(self, steps: Metrics) -> Metrics:
         """Metrics [optimizer steps] averaged; step metrics are named for the role."""

@@ -174,7 +174,7 @@ def _derive_or_load(plan: Plan, name: str, actor: Params) -> Params:
     else:
         params = _derive_scalar(role, actor, seed)
     extra = {model.name: model for model in plan.config.models}.get(name)
-    if extra is None or extra.path or role.spec.kind != "scalar":
+    if extra is None or extra.path or extra.update or role.spec.kind != "scalar":
         return params
     return _with_random_head(role, params, seed)
 

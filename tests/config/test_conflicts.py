@@ -160,4 +160,6 @@ def test_what_is_said(overrides, sentence):
     ],
 )
 def test_what_is_no_conflict(overrides):
-    assert not list(conflicts(apply_overrides(BASE, {"teacher": None, **overrides})))
+    assert not list(
+        conflicts(apply_overrides(BASE, {"teacher": None, "models": "[]", **overrides}))
+    )

@@ -99,6 +99,30 @@ def test_kill_9_leaves_no_mark(
     assert run.saved_steps() == kept_steps(reference)
 
 
+LOSS = "loss: docs/examples/cost_model.py:length_error, optimizer: {learning_rate: 0.003}"
+LEARNED_COST = (
+    "--config.algorithm=grpo", "--config.warmup=null", "--config.total_steps=4",
+    f"--config.models=[{{name: cost, update: {{{LOSS}}}}}]",
+    "--config.stages=[docs/examples/cost_model.py:cost_penalty]",
+)  # fmt: skip
+
+
+def test_a_model_of_the_users_that_learns_is_resumed_with_its_bits(tmp_path: Path) -> None:
+    """Its weights and its optimizer are equal to a run that was left alone."""
+    whole = TinyRun(tmp_path / "whole", *LEARNED_COST)
+    whole.finish_here()
+    killed = TinyRun(tmp_path / "killed", *LEARNED_COST)
+    killed.pause_at(SAVE_EVERY + 1)
+    killed.kill_when(lambda: killed.paused() and killed.step_path(SAVE_EVERY).exists())
+    killed.unpause()
+    assert f"resumed from {killed.step_path(SAVE_EVERY)}" in killed.finish_here()
+    assert killed.metrics() == whole.metrics()
+    weights = whole.weights(4)
+    assert any(name.startswith("cost_optimizer") for name in weights)
+    assert_same_bits(killed.weights(4), weights)
+    assert whole.metrics()[4]["cost/loss"] < whole.metrics()[1]["cost/loss"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(

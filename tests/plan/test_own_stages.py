@@ -1,9 +1,11 @@
 """A user's stage, field and model from a file outside of the package: docs/add-a-stage.md."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_online_algorithms import config_of
@@ -13,12 +15,25 @@ from tiny_iteration import (
     N,
     even_tokens,
     first_states,
+    in_micro_batches,
     open_iteration,
+    packed,
     run_step,
 )
 
-from jaxrl_llm.config import ConfigError, Custom, ExtraModelConfig, load_config
+from jaxrl_llm.config import (
+    Config,
+    ConfigError,
+    Custom,
+    ExtraModelConfig,
+    OptimizerConfig,
+    OwnUpdate,
+    load_config,
+)
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.learner.forward import response_logprobs, response_scores
+from jaxrl_llm.learner.rows import rows_of, sample_fields
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.plan.scores import ArrayReward
 from jaxrl_llm.tokenizer import load_tokenizer
@@ -84,20 +99,176 @@ def test_a_language_model_has_no_score_to_weigh(tmp_path):
         load_config("grpo", changes)
 
 
-def test_the_example_is_a_config_that_subtracts_a_cost(tmp_path):
+def test_the_example_learns_a_cost_and_subtracts_it(tmp_path):
     sizes = {"data.train_batch_size": PROMPTS, "rollout.n": N, "actor.ppo_mini_batch_size": PROMPTS}
     changes = [(key, str(size)) for key, size in sizes.items()]
     config = load_config(str(EXAMPLE), [("run_dir", str(tmp_path)), *changes])
     mesh = make_mesh(devices=jax.devices()[:1])
     plan = plan_online(config, load_tokenizer("char"), mesh, ArrayReward(even_tokens))
+    assert "cost" not in plan.frozen
     (iteration,) = plan.phases
-    _, batch, metrics = run_step(iteration, untrained_states(plan), 1)
+    states, errors = untrained_states(plan), []
+    for step in range(1, 7):
+        states, batch, metrics = run_step(iteration, states, step)
+        error = np.square(batch["cost_scores"] - np.asarray(batch.mask).mean(axis=1)).mean()
+        np.testing.assert_allclose(metrics["cost/loss"], error, rtol=1e-4)
+        errors.append(error)
+    assert errors[-1] < 0.5 * errors[0]
     subtracted = batch.function_scores - np.asarray(batch.scores)
-    assert subtracted.min() == 0 and subtracted.max() > 0 and metrics["cost/excess"] > 0
     costs = np.maximum(batch["cost_scores"], 0)
+    assert costs.min() > 0
     np.testing.assert_allclose(subtracted, 0.1 * costs, atol=1e-6)
     page = (DOCS / "add-a-stage.md").read_text()
     assert EXAMPLE.read_text().split("\n\n\n")[1] in page  # the stage, word for word
+
+
+LOSSES = """
+import jax.numpy as jnp
+
+
+def regression(new_token_scores, mask, labels):
+    return jnp.square(new_token_scores - labels[:, None]), {"cost/label": labels}
+
+
+def outcome(logprobs, reference_logprobs, mask, scores, *, beta=0.5):
+    logit = beta * ((logprobs - reference_logprobs) * mask).sum(axis=1)
+    return jnp.logaddexp(0.0, logit) - scores * logit, {"cost/logit": logit}
+
+
+def summed(new_scores):
+    return new_scores.sum(), {}
+"""
+LABELS = """
+
+from dataclasses import dataclass
+
+from jaxrl_llm.program.stage import Stage, StageOutput
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labels(Stage):
+    name = "labels"
+    writes = ("labels",)
+
+    def __call__(self, state, step, *, response_lengths):
+        return StageOutput({"labels": response_lengths / 5.0})
+
+
+def labels() -> Stage:
+    return Labels()
+"""
+
+
+def learning(folder: Path, loss: str, *, stages=(), **model) -> Config:
+    """GRPO with a model that learns by SGD, in one optimizer step an iteration."""
+    (folder / "losses.py").write_text(LOSSES + LABELS)
+    sgd = OptimizerConfig(
+        name="sgd", learning_rate=0.5, b1=0.0, weight_decay=0.0, max_grad_norm=1e9
+    )
+    update = OwnUpdate(loss=Custom(path=f"{folder}/losses.py:{loss}"), optimizer=sgd)
+    config = config_of("grpo")
+    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=PROMPTS))
+    model = ExtraModelConfig(name="cost", hf_config=MODEL, update=update, **model)
+    own = tuple(Custom(path=f"{folder}/losses.py:{name}") for name in stages)
+    return replace(config, models=(model,), stages=own)
+
+
+def padded(batch) -> dict:
+    fields = (batch.prompts, batch.prompt_lengths, batch.responses, batch.response_lengths)
+    return sample_fields(*fields)
+
+
+def token_error(params, batch, role):
+    """The mean squared error of the scores of tokens, from the scores of all shorter answers."""
+    total = 0.0
+    for length in range(1, batch.responses.shape[1] + 1):
+        lengths = np.minimum(length, batch.response_lengths)
+        part = padded(replace(batch, response_lengths=lengths))
+        how = {"spec": role.spec, "settings": role.forward}
+        scores = response_scores(params, rows_of(part), lengths, **how)
+        has_token = length <= np.asarray(batch.response_lengths)
+        total += (((scores - batch.response_lengths / 5.0) ** 2) * has_token).sum()
+    return total / batch.response_lengths.sum()
+
+
+def outcome_error(params, batch, role):
+    """The cross-entropy of the score and the summed log-ratio."""
+    how = {"spec": role.spec, "settings": role.forward}
+    logprobs, _ = response_logprobs(params, rows_of(padded(batch)), **how)
+    logit = 0.5 * ((logprobs - batch.reference_logprobs) * batch.mask).sum(axis=1)
+    p = jax.nn.sigmoid(logit)
+    return -(batch.scores * jnp.log(p) + (1 - batch.scores) * jnp.log(1 - p)).mean()
+
+
+@pytest.mark.parametrize("tokens", [0, 24])
+@pytest.mark.parametrize(
+    ("loss", "expected", "how"),
+    [
+        ("regression", token_error, {"stages": ("labels",)}),
+        ("outcome", outcome_error, {"kind": "causal_lm"}),
+    ],
+)
+def test_a_model_of_the_users_takes_a_step_of_its_loss(tmp_path, loss, expected, how, tokens):
+    config = learning(tmp_path, loss, **how)
+    config = packed(config, tokens) if tokens else in_micro_batches(config, 8)
+    iteration = open_iteration(config)
+    states, role = first_states(iteration), iteration.roles["cost"]
+    before = jax.tree.map(np.asarray, states["cost"].params)
+    after, batch, metrics = run_step(iteration, states, 1)
+    value, gradient = jax.jit(jax.value_and_grad(partial(expected, batch=batch, role=role)))(before)
+    np.testing.assert_allclose(metrics["cost/loss"], value, rtol=1e-4)
+    moved = jax.tree.map(lambda old, new: (old - new) / 0.5, before, after["cost"].params)
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5)
+    jax.tree.map(close, moved, gradient)
+    assert int(after["cost"].step) == 1 and metrics["cost/grad_norm"] > 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_model_learns_on_a_mesh_what_it_learns_on_one_device(tmp_path, apart):
+    config = in_micro_batches(learning(tmp_path, "regression", stages=("labels",)), 4)
+    devices = jax.devices()
+    mesh, own = (
+        make_mesh(data=2, fsdp=2, devices=devices[:4]),
+        make_mesh(fsdp=2, devices=devices[4:6]),
+    )
+    placed = open_iteration(config, mesh, role_meshes={"cost": own} if apart else None)
+    results = []
+    for iteration in (open_iteration(config), placed):
+        states = first_states(iteration)
+        for step in (1, 2):
+            states, _, metrics = run_step(iteration, states, step)
+        results.append((fetch(states["cost"].params), metrics["cost/loss"]))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *results)
+    expected = set((own if apart else mesh).devices.flat)
+    assert jax.tree.leaves(states["cost"].params)[0].sharding.device_set == expected
+
+
+def test_a_stage_reads_the_scores_of_tokens(tmp_path):
+    """The score of each token is the score of the answer that ends there."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        OWN.replace("*, mask)", "*, mask, cost_token_scores)").replace(
+            "mask / mask.sum(axis=1, keepdims=True).clip(1)", "cost_token_scores"
+        )
+    )
+    algorithm = Custom(path=f"{file}:weighted")
+    iteration = open_iteration(replace(with_stage(f"{file}:weights", COST), algorithm=algorithm))
+    states, role = first_states(iteration), iteration.roles["cost"]
+    params = jax.tree.map(jnp.copy, states["cost"])
+    _, batch, _ = run_step(iteration, states, 1)
+    for length in range(1, batch.responses.shape[1] + 1):
+        lengths = np.minimum(length, batch.response_lengths)
+        rows = rows_of(padded(replace(batch, response_lengths=lengths)))
+        scores = response_scores(params, rows, lengths, spec=role.spec, settings=role.forward)
+        ours = np.asarray(batch["length_weights"])[:, length - 1]
+        expected = np.where(length <= np.asarray(batch.response_lengths), scores, 0)
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_without_a_value_for_each_sample_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cost returned 'cost/loss' of shape .*it must be .B.=.32"):
+        open_iteration(learning(tmp_path, "summed")).trace()
 
 
 OWN = """

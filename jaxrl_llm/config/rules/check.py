@@ -144,7 +144,8 @@ def models(c: Config) -> Faults:
         if name in names[:i]:
             yield f"<models.{i}.name>: another model has that name"
     for key, model in every(c, ModelSettings):
-        training = "training." if getattr(model, "training", None) else ""
+        parts = [name for name in ("training", "update") if getattr(model, name, None)]
+        training = "".join(f"{name}." for name in parts)
         adapted = isinstance(model, AdaptedSettings)
         if (training or adapted) and model.param_dtype != "float32":
             yield (

@@ -194,6 +194,7 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("rollout.program", "rollout.environment", "a program is the environment of its samples"),
     ("rollout.program", "rollout.max_tool_calls", "the calls run in the program"),
     ("teacher", OFFLINE, "an offline run does not read it"),
+    ("models", OFFLINE, "an offline run does not read them"),
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # The reference.
     ("reference.refresh_every", "precompute_reference", "its log-probs would change"),

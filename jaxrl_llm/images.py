@@ -7,92 +7,181 @@ when a batch is.
 import base64
 import binascii
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 MARK = "<image>"  # stands for an image in a text
+PAD = "<|image_pad|>"  # Qwen's token of an image
+# Fields of a batch; see `types.RolloutBatch`.
+PIXELS, PLACES = "images", "image_places"
+GRIDS, OFFSETS = "image_grids", "image_offsets"
+Grid = tuple[int, int]  # rows and columns of the tokens of an image
 _BEGIN, _END = ("<fake_token_around_image>", "<global-img>"), ("<fake_token_around_image>",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInput:
-    """How a model takes images: one size, and one token id that repeats."""
+    """How a model takes images: their sizes, and one token id that repeats."""
 
     token_id: int
-    size: int  # pixels of a side
     patch: int
     scale: int  # patches of a side of a token
     most: int  # images of a row
+    size: int | None = None  # pixels of a side of every image; None: images keep their shape
+    max_tokens: int = 1  # tokens of an image, where sizes differ: larger images are shrunk
+    min_tokens: int = 1
+    text: str = MARK  # an image in a text before it is tokenised
     begin: tuple[int, ...] = ()  # ids before the tokens of an image
     end: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image, without those around them."""
-        return (self.size // self.patch // self.scale) ** 2
+        """Tokens of the largest image, without those around them."""
+        return self.max_tokens if self.size is None else (self.size // self._side) ** 2
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """The shape of the images of a row: images, tokens, patches of a token, values."""
-        return self.most, self.tokens, self.scale**2, 3 * self.patch**2
+    def _side(self) -> int:
+        """Pixels of a side of a token."""
+        return self.patch * self.scale
 
-    def around(self, added: Mapping[str, tuple[int, bool]]) -> tuple[tuple[int, ...], ...]:
-        """The ids before and after an image, of a tokenizer with these added tokens."""
-        if not all(name in added for name in (*_BEGIN, *_END)):
-            return (), ()
-        return tuple(added[name][0] for name in _BEGIN), tuple(added[name][0] for name in _END)
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the fields of a row's images, but for those with one entry a token."""
+        pixels = (self.most, self.tokens, self.scale**2, 3 * self.patch**2)
+        grids = {} if self.size is not None else {GRIDS: (self.most, 2)}
+        return {PIXELS: pixels, **grids}
 
-    def expanded(self, ids: Sequence[int]) -> list[int]:
-        """The ids with all tokens of each image in place of its mark."""
-        image = (*self.begin, *[self.token_id] * self.tokens, *self.end)
-        return [i for token in ids for i in (image if token == self.token_id else (token,))]
+    def token_shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the fields with one entry a token, of rows of `length` tokens."""
+        offsets = {} if self.size is not None else {OFFSETS: (length, 3)}
+        return {PLACES: (length,), **offsets}
 
-    def check(self, ids: Sequence[int], images: Sequence[Any]) -> None:
-        """Open the images of a row whose expanded ids are `ids`.
+    def grids(self, images: Sequence[Any]) -> list[Grid]:
+        """Rows and columns of the tokens of each image, which is opened.
 
-        Raises: ValueError for an image that cannot be read, or another number of marks.
+        Raises: ValueError for an image that cannot be read, or that is too long and narrow.
         """
-        if ids and ids[-1] == self.token_id:  # generation embeds the last token of a prompt as text
+        return [self._grid(opened(image)) for image in images]
+
+    def expanded(self, ids: Sequence[int], grids: Iterator[Grid]) -> list[int]:
+        """The ids with all tokens of each image in place of its mark.
+
+        Marks without a grid stay as they are.
+        """
+        out: list[int] = []
+        for token in ids:
+            grid = next(grids, None) if token == self.token_id else None
+            repeated = [self.token_id] * (grid[0] * grid[1]) if grid else [token]
+            out += [*self.begin, *repeated, *self.end] if grid else repeated
+        return out
+
+    def check(self, ids: Sequence[int], grids: Sequence[Grid]) -> None:
+        """Compare a row's ids before their expansion with the grids of its images.
+
+        Raises: ValueError for another number of marks, too many images, or an image at the end.
+        """
+        # Generation embeds the last token of a prompt as text.
+        if ids and ids[-1] == self.token_id and not self.end:
             raise ValueError("the prompt ends in an image: put text after it")
-        marks = sum(token == self.token_id for token in ids) / self.tokens
-        if marks != len(images):
-            raise ValueError(f"the row has {len(images)} images and {marks:g} marks {MARK}")
-        if len(images) > self.most:
+        marks = sum(token == self.token_id for token in ids)
+        if marks != len(grids):
+            raise ValueError(f"the row has {len(grids)} images and {marks} marks {MARK}")
+        if len(grids) > self.most:
             raise ValueError(
-                f"the row has {len(images)} images: raise config.data.max_images={self.most}"
+                f"the row has {len(grids)} images: raise config.data.max_images={self.most}"
             )
-        for image in images:
-            opened(image)
 
-    def pixels(self, rows: Sequence[Sequence[Any]]) -> np.ndarray:
-        """The images of rows, uint8 [B, images, tokens, patches of a token, values]."""
-        array = np.zeros((len(rows), *self.shape), np.uint8)
-        for row, images in enumerate(rows):
-            for place, image in enumerate(images):
-                array[row, place] = self._patches(opened(image))
-        return array
-
-    def places(self, rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-        """The place of each token among the features of its row, int32 [B, length]; -1: text."""
-        places = np.full((len(rows), length), -1, np.int32)
-        for row, ids in enumerate(rows):
+    def arrays(
+        self, rows: Sequence[Sequence[int]], images: Sequence[Sequence[Any]], length: int
+    ) -> dict[str, np.ndarray]:
+        """The fields of the images of rows, whose ids are `rows`; see `types.RolloutBatch`."""
+        num = len(rows)
+        shapes = self.shapes | self.token_shapes(length)
+        fields = {
+            name: np.zeros((num, *shape), np.uint8 if name == PIXELS else np.int32)
+            for name, shape in shapes.items()
+        }
+        fields[PLACES][:] = -1
+        for row, (ids, own) in enumerate(zip(rows, images, strict=True)):
+            grids = []
+            for i, image in enumerate(map(opened, own)):
+                grids.append(self._grid(image))
+                patches = self._patches(image, grids[-1])
+                fields[PIXELS][row, i, : len(patches)] = patches
             (at,) = np.nonzero(np.asarray(ids, np.int64) == self.token_id)
-            places[row, at] = np.arange(len(at))
-        return places
+            features = [i * self.tokens + x for i, (h, w) in enumerate(grids) for x in range(h * w)]
+            fields[PLACES][row, at] = features
+            if self.size is None:
+                fields[GRIDS][row, : len(grids)] = np.array(grids, np.int32).reshape(-1, 2)
+                fields[OFFSETS][row] = _offsets(at, grids, length)
+        return fields
 
-    def _patches(self, image: Any) -> np.ndarray:
+    def _grid(self, image: Any) -> Grid:
+        """Rows and columns of the tokens of an opened image."""
+        if self.size is not None:
+            return self.size // self._side, self.size // self._side
+        width, height = image.size
+        return token_grid(height, width, self._side, self.min_tokens, self.max_tokens)
+
+    def _patches(self, image: Any, grid: Grid) -> np.ndarray:
         """The patches of an image; a token has its patches together, each by column and row."""
-        p, s = self.patch, self.scale
-        if image.size != (self.size, self.size):
-            from PIL import Image  # pyright: ignore[reportMissingImports]
+        from PIL import Image  # pyright: ignore[reportMissingImports]
 
-            image = image.resize((self.size, self.size), Image.Resampling.LANCZOS)
-        side = self.size // p // s
-        squares = np.asarray(image).reshape(side, s, p, side, s, p, 3)
-        return squares.transpose(0, 3, 1, 4, 5, 2, 6).reshape(side * side, s * s, -1)
+        p, s, (rows, columns) = self.patch, self.scale, grid
+        size = (columns * s * p, rows * s * p)
+        if image.size != size:
+            how = Image.Resampling.BICUBIC if self.size is None else Image.Resampling.LANCZOS
+            image = image.resize(size, how)
+        squares = np.asarray(image).reshape(rows, s, p, columns, s, p, 3)
+        return squares.transpose(0, 3, 1, 4, 5, 2, 6).reshape(rows * columns, s * s, -1)
+
+
+def token_grid(height: int, width: int, side: int, fewest: int, most: int) -> Grid:
+    """Rows and columns of tokens of `side` pixels for an image: Qwen-VL's resize.
+
+    Sides are rounded. An image of more than `most` or less than `fewest` tokens keeps its ratio.
+
+    Raises: ValueError for an image more than 200 times as long as narrow.
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(
+            f"an image has {width} x {height} pixels: one side is over 200 times larger"
+        )
+    rows, columns = round(height / side), round(width / side)
+    if rows * columns > most:
+        shrink = math.sqrt(height * width / (most * side**2))
+        rows, columns = (max(1, math.floor(x / shrink / side)) for x in (height, width))
+    elif rows * columns < fewest:
+        grow = math.sqrt(fewest * side**2 / (height * width))
+        rows, columns = (math.ceil(x * grow / side) for x in (height, width))
+    if rows * columns > most:
+        raise ValueError(
+            f"an image of {width} x {height} pixels takes {rows} x {columns} tokens: raise "
+            f"config.data.max_image_tokens={most}"
+        )
+    return rows, columns
+
+
+def _offsets(at: np.ndarray, grids: Sequence[Grid], length: int) -> np.ndarray:
+    """What the positions of a row's tokens on three axes differ from their numbers, [length, 3].
+
+    An image at position c has its tokens at time c, height c + row and width c + column. The text
+    behind it goes on at c plus the longer side.
+    """
+    offsets = np.zeros((length, 3), np.int32)
+    delta, done = 0, 0
+    for rows, columns in grids:
+        own = at[done : done + rows * columns]
+        first, done = int(own[0]), done + rows * columns
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        offsets[own] = np.stack([0 * row, row, column], axis=1) + (first + delta - own)[:, None]
+        delta += max(rows, columns) - rows * columns
+        offsets[own[-1] + 1 :] = delta
+    return offsets
 
 
 def see_images(tokenizer: Any, images: ImageInput | None) -> None:
@@ -102,15 +191,19 @@ def see_images(tokenizer: Any, images: ImageInput | None) -> None:
     """
     if images is not None:
         added, size = tokenizer.added_tokens, tokenizer.vocab_size
-        own = added[MARK][0] if MARK in added else None
+        name = PAD if PAD in added else MARK
+        own = added[name][0] if name in added else None
         if own != images.token_id and (own is not None or images.token_id < size):
             raise ValueError(
-                f"image_token_id={images.token_id} of the model is not the id of {MARK} in its "
+                f"image_token_id={images.token_id} of the model is not the id of {name} in its "
                 f"tokenizer, {own}: take the tokenizer of the model, or with the character "
                 f"tokenizer an id of {size} or more, below vocab_size"
             )
-        begin, end = images.around(added)
-        images = replace(images, begin=begin, end=end)
+        if name == PAD:
+            images = replace(images, text=f"<|vision_start|>{PAD}<|vision_end|>")
+        elif all(name in added for name in (*_BEGIN, *_END)):
+            begin, end = (tuple(added[name][0] for name in names) for names in (_BEGIN, _END))
+            images = replace(images, begin=begin, end=end)
     tokenizer.images = images
 
 

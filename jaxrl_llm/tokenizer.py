@@ -367,6 +367,8 @@ class HFTokenizer:
 
         ValueError for text that the vocabulary cannot represent.
         """
+        if self.images is not None:
+            text = text.replace(MARK, self.images.text)
         return _within(self, self._encode(text))
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:

@@ -55,9 +55,14 @@ class RolloutBatch:
     sample_ids: UInt32[Array, " B"]  # counter in its step: the key of its draws
     group_ids: Int[Array, " B"]  # number of the prompt; equal for samples that answer the same
     # Of a model with an image encoder: images, their tokens, patches of a token, values of a patch;
-    # and the place of each prompt token among the features of its row, -1 for text.
+    # and the feature of each prompt token: image times N plus token of the image, -1 for text.
     images: UInt8[Array, "B I N C Q"] | None = None
     image_places: Int[Array, "B P"] | None = None
+    # Where images have several sizes: rows and columns of their tokens; and what the positions of
+    # the prompt's tokens for rope on three axes differ from their numbers. Tokens behind the prompt
+    # have the last of these.
+    image_grids: Int[Array, "B I 2"] | None = None
+    image_offsets: Int[Array, "B P 3"] | None = None
 
     responses: Int[Array, "B R"] | None = None  # sampled and observed tokens
     response_lengths: Int[Array, " B"] | None = None  # number of these tokens
@@ -123,14 +128,14 @@ class RolloutBatch:
         return replace(self, **known)
 
 
+IMAGE_FIELDS = ("images", "image_places", "image_grids", "image_offsets")
 ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutBatch) if f.name != "extra")
 # The shape letters of each field that a stage writes.
 ROLLOUT_AXES = {
     f.name: tuple(get_args(f.type)[0].dim_str.split())
     for f in fields(RolloutBatch)
-    if f.name in ROLLOUT_FIELDS and f.default is None and f.name not in ("images", "image_places")
+    if f.name in ROLLOUT_FIELDS and f.default is None and f.name not in IMAGE_FIELDS
 }
-IMAGE_FIELDS = ("images", "image_places")
 INPUT_FIELDS = ("prompts", "prompt_lengths", "sample_ids", "group_ids", *IMAGE_FIELDS)
 
 
@@ -144,6 +149,8 @@ class TokenBatch:
     loss_mask: Float[Array, "B T"]  # 1 where the token is to be predicted; position 0 is always 0
     images: UInt8[Array, "B I N C Q"] | None = None  # as in `RolloutBatch`
     image_places: Int[Array, "B T"] | None = None
+    image_grids: Int[Array, "B I 2"] | None = None
+    image_offsets: Int[Array, "B T 3"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -149,6 +149,56 @@ class Vision:
         return self.num_patches // cells, cells, 3 * self.patch_size**2
 
 
+FEWEST_IMAGE_TOKENS = 4  # tokens of the smallest image of a `QwenVision`
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVision:
+    """An image encoder of Qwen-VL (arXiv:2502.13923), for images of any size.
+
+    A token of an image has a square of `scale` x `scale` patches. Tokens of an image have rope
+    positions on three axes.
+    """
+
+    model_type: str  # key of `image_models.IMAGE_MODELS`
+    patch_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    scale: int
+    image_token_id: int
+    other_token_ids: tuple[int, int, int]  # a video, and begin and end of an image
+    rope_sections: tuple[int, int, int]  # pairs of a decoder's head by axis: time, height, width
+    sections_in_turns: bool = False  # axes take turns, in place of blocks
+    # Side of a window in pixels. Layers not in `whole_layers` attend within one. None: no windows.
+    window_size: int | None = None
+    whole_layers: tuple[int, ...] = ()
+    deep_layers: tuple[int, ...] = ()  # layers whose features the first decoder layers add
+    table_side: int = 0  # side of the learned table of positions; 0: no table
+    tokens_per_second: int = 4  # for videos, which are not read
+    # How a run computes it: the parts that learn.
+    train: Literal["none", "projector", "all"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(
+                f"the image encoder has hidden_size {self.hidden_size} and {self.num_heads} heads: "
+                "the size of a head must be a multiple of 4, for rope on two axes"
+            )
+
+    @property
+    def axes_of_pairs(self) -> tuple[int, ...]:
+        """The axis of each rotated pair of a decoder's head: 0 time, 1 height, 2 width."""
+        if not self.sections_in_turns:
+            return tuple(axis for axis, size in enumerate(self.rope_sections) for _ in range(size))
+        axes = [0] * sum(self.rope_sections)
+        for axis in (1, 2):
+            for pair in range(axis, 3 * self.rope_sections[axis], 3):
+                axes[pair] = axis
+        return tuple(axes)
+
+
 LINEAR = -1  # in `ModelConfig.layer_kinds`: a gated delta rule in place of attention
 
 
@@ -207,7 +257,7 @@ class ModelConfig:
     latent: Latent | None = None  # multi-head latent attention
     attention_gate: bool = False  # a sigmoid of the layer's input multiplies attention's output
     delta: GatedDelta | None = None  # layers of a gated delta rule between attention layers
-    vision: Vision | None = None  # image encoder; None: a model of text alone
+    vision: Vision | QwenVision | None = None  # image encoder; None: a model of text alone
     # How a run computes it: weights and matmul of a language model's head are float32 in any dtype.
     float32_head: bool = False
 
@@ -256,6 +306,13 @@ class ModelConfig:
             )
         if self.rope_scaling is not None:
             self.rope_scaling.check(self.rotary_dim, self.rope_theta)
+        if isinstance(self.vision, QwenVision) and (
+            2 * sum(self.vision.rope_sections) != self.rotary_dim
+        ):
+            raise ValueError(
+                f"mrope_section {self.vision.rope_sections} has another sum than the "
+                f"{self.rotary_dim // 2} pairs that rope rotates: correct config.json"
+            )
 
     def _check_multipliers(self) -> None:
         if not 0 < self.rotary_factor <= 1:

@@ -31,7 +31,7 @@ from jaxrl_llm.models.layers import (
     rope_tables,
     scattered,
 )
-from jaxrl_llm.models.vision import Features
+from jaxrl_llm.models.media import Features
 
 # Activation checkpointing, from the least recomputation to the most. "none" keeps everything.
 # "projections" keeps the outputs of projections and attention. "attention" keeps the outputs of
@@ -239,17 +239,19 @@ class Decoder(Layer):
             x_BTD = x_BTD.astype(residual_dtype)
         layers = [self.layers[str(i)] for i in range(self.config.num_layers)]
         of_layers = (rope, attend, remat, routing)
+        num_deep = 0 if features is None else features.num_deep
         if run_layers is not None:
-            assert cache is None
+            assert cache is None and not num_deep
             first = self.config.num_leading_layers
             x_BTD, _, _ = self._in_turn(layers[:first], x_BTD, None, *of_layers)
             x_BTD, routed = run_layers(layers[first:], x_BTD)
             return norm(x_BTD), (), routed
-        if scan:
-            assert cache is None
-            x_BTD, routed = _in_loop(layers, x_BTD, *of_layers)
+        if scan and num_deep < len(layers):
+            assert cache is None and (not num_deep or self.config.mixture is None)
+            x_BTD, _, _ = self._in_turn(layers[:num_deep], x_BTD, None, *of_layers, features)
+            x_BTD, routed = _in_loop(layers[num_deep:], x_BTD, *of_layers)
             return norm(x_BTD), (), routed
-        x_BTD, new_cache, routed = self._in_turn(layers, x_BTD, cache, *of_layers)
+        x_BTD, new_cache, routed = self._in_turn(layers, x_BTD, cache, *of_layers, features)
         return norm(x_BTD), new_cache, routed
 
     def _in_turn(
@@ -261,6 +263,7 @@ class Decoder(Layer):
         attend: Attend,
         remat: Remat,
         routing: Routing | None,
+        features: Features | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """The first `layers` of the model one after the other."""
         new_cache, routed = [], []
@@ -278,6 +281,8 @@ class Decoder(Layer):
             x_BTD, new_layer_cache, layer_routed = runs[graphdef](
                 state, x_BTD, rope, layer_cache, of_layer
             )
+            if features is not None and i < features.num_deep:
+                x_BTD = features.added(i, x_BTD)
             new_cache.append(new_layer_cache)
             if layer_routed is not None:
                 routed.append(layer_routed)

@@ -12,11 +12,13 @@ from jax.typing import DTypeLike
 from jaxrl_llm.kernels.linear_logprob import head_logits
 from jaxrl_llm.kernels.partial_softmax import soft_cap
 from jaxrl_llm.models.attention import Attend
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ModelConfig, QwenVision
 from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
 from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.layers import Embedding, Form, Layer, Projection
-from jaxrl_llm.models.vision import ImageEncoder, Media
+from jaxrl_llm.models.media import Media
+from jaxrl_llm.models.qwen_vision import QwenEncoder
+from jaxrl_llm.models.vision import ImageEncoder
 
 
 class _WithDecoder(Layer):
@@ -27,7 +29,9 @@ class _WithDecoder(Layer):
 
     def _see(self, config: ModelConfig, dtype: DTypeLike) -> None:
         """Add the image encoder of the config."""
-        if config.vision is not None:
+        if isinstance(config.vision, QwenVision):
+            self.vision = QwenEncoder(config, config.vision, dtype=dtype)
+        elif config.vision is not None:
             self.vision = ImageEncoder(config, config.vision, dtype=dtype)
 
     @property
@@ -56,6 +60,8 @@ class _WithDecoder(Layer):
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Hidden states, the new cache, and routers' statistics; see `Decoder.__call__`."""
         features = None if media is None else self.vision(media)
+        if media is not None and media.rope_BT3 is not None:
+            positions_BT = media.rope_BT3
         hidden_BTD, cache, routed = self.decoder(
             tokens_BT,
             positions_BT,

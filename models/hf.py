@@ -4,6 +4,7 @@ The module of a family calls these functions and adds its own features. Nothing 
 imports transformers: the functions take and return dicts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -540,6 +541,16 @@ def layer_types_to_hf(config: ModelConfig) -> dict[str, Any]:
 def single_window(config: ModelConfig) -> int | None:
     """The size of all windows, which is one; None without windows."""
     return next((size for size in config.sliding_window if size is not None), None)
+
+
+def linear_names(path: Path, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Names:
+    """The kernel and the bias of a linear layer of theirs, as a projection of ours."""
+    rows, columns = math.prod(outputs), math.prod(inputs)
+    kernel = HFTensor(f"{name}.weight", (rows, columns), (*inputs, *outputs), True)
+    return {
+        (*path, "kernel"): kernel,
+        (*path, "bias"): HFTensor(f"{name}.bias", (rows,), outputs),
+    }
 
 
 def refuse_unless(hf: Mapping[str, Any], family: str, **allowed: Any) -> None:

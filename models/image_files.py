@@ -1,33 +1,37 @@
-"""config.json and tensor names of image models that are read whole: Idefics3 and SmolVLM.
+"""config.json and tensor names of image models that are read whole.
 
-`image_models.py` reads the language half alone, of more architectures. Imports no jax.
+Idefics3 and SmolVLM are here, Qwen-VL is in `qwen_vision_files.py`. `image_models.py` reads the
+language half alone, of more architectures. Imports no jax.
 
 Shape letters: W hidden size of the encoder, F feed-forward, D the decoder's hidden size, L patches.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.models import hf as common
-from jaxrl_llm.models.config import Kind, ModelConfig, Vision
+from jaxrl_llm.models import qwen_vision_files as qwen
+from jaxrl_llm.models.config import Kind, ModelConfig, QwenVision, Vision
 from jaxrl_llm.models.hf import HFTensor, Names, Path
 from jaxrl_llm.models.image_models import IMAGE_MODELS, image_model_of, with_prefix
 
-READ_WHOLE = ("idefics3", "smolvlm")
+SIGLIP = ("idefics3", "smolvlm")
+READ_WHOLE = (*SIGLIP, *qwen.QWEN)
 TEXT, ENCODER = "model.text_model.", "model.vision_model"
 PROJECTOR = "model.connector.modality_projection.proj"
 
 
-def vision_from_hf(hf: Mapping[str, Any]) -> Vision:
+def vision_from_hf(hf: Mapping[str, Any]) -> Vision | QwenVision:
     """The image encoder of a config.json. Raises: ValueError where none is read."""
     name = image_model_of(hf)
     if name not in READ_WHOLE:
         what = name or hf.get("model_type")
         raise ValueError(
             f"config.data.max_images: a {what} model is not read with its image encoder; "
-            f"{' and '.join(READ_WHOLE)} are (docs/vision.md); with 0 its language half is used"
+            f"{', '.join(READ_WHOLE)} are (docs/vision.md); with 0 its language half is used"
         )
+    if name in qwen.QWEN:
+        return qwen.vision_from_hf(hf, name)
     seen = common.entries(hf, "vision_config", dict, {})
     common.refuse_unless(seen, name, hidden_act="gelu_pytorch_tanh", num_channels=3)
     sizes = {
@@ -60,6 +64,8 @@ def _side(size: Any) -> int:
 def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The keys of config.json of the whole model; `text` has the language half's."""
     vision = config.vision
+    if isinstance(vision, QwenVision):
+        return qwen.to_hf_config(text, config)
     assert vision is not None
     return {
         "architectures": [IMAGE_MODELS[vision.model_type].architecture],
@@ -86,6 +92,8 @@ def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
 def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
     """The tensor of each parameter of the whole model; `text` has the language half's."""
     vision, D = config.vision, config.hidden_size
+    if isinstance(vision, QwenVision):
+        return qwen.hf_names(text, config, kind)
     assert vision is not None and kind == "causal_lm"
     W, F, N = vision.hidden_size, vision.intermediate_size, vision.num_heads
     _, cells, values = vision.image_shape
@@ -107,10 +115,12 @@ def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
         names |= _norm((*path, "mlp_norm"), f"{layer}.layer_norm2", W)
         heads = (N, W // N)
         for name in ("q", "k", "v"):
-            names |= _linear((*path, name), f"{layer}.self_attn.{name}_proj", (W,), heads)
-        names |= _linear((*path, "o"), f"{layer}.self_attn.out_proj", heads, (W,))
-        names |= _linear((*path, "up"), f"{layer}.mlp.fc1", (W,), (F,))
-        names |= _linear((*path, "down"), f"{layer}.mlp.fc2", (F,), (W,))
+            names |= common.linear_names(
+                (*path, name), f"{layer}.self_attn.{name}_proj", (W,), heads
+            )
+        names |= common.linear_names((*path, "o"), f"{layer}.self_attn.out_proj", heads, (W,))
+        names |= common.linear_names((*path, "up"), f"{layer}.mlp.fc1", (W,), (F,))
+        names |= common.linear_names((*path, "down"), f"{layer}.mlp.fc2", (F,), (W,))
     return with_prefix(text, TEXT) | names
 
 
@@ -118,12 +128,4 @@ def _norm(path: Path, name: str, size: int) -> Names:
     return {
         (*path, "scale"): HFTensor(f"{name}.weight", (size,), (size,)),
         (*path, "bias"): HFTensor(f"{name}.bias", (size,), (size,)),
-    }
-
-
-def _linear(path: Path, name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Names:
-    rows, columns = math.prod(outputs), math.prod(inputs)
-    return {
-        (*path, "kernel"): HFTensor(f"{name}.weight", (rows, columns), (*inputs, *outputs), True),
-        (*path, "bias"): HFTensor(f"{name}.bias", (rows,), outputs),
     }

@@ -120,10 +120,10 @@ def _one_axis(given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def stored_names(names: Names, stored: Iterable[str]) -> Names:
-    """`names` as the folder of an image model has them, whose tensors are `stored`.
+def stored_names(names: Names, stored: Iterable[str], prefix: str = _PREFIX) -> Names:
+    """`names`, which begin with `prefix`, as the folder of an image model has them.
 
-    The prefix differs between releases. The table of tokens shows it.
+    Its tensors are `stored`. Releases have other prefixes, which the table of tokens shows.
 
     Raises: ValueError without a table.
     """
@@ -134,17 +134,17 @@ def stored_names(names: Names, stored: Iterable[str]) -> Names:
             f"no tensor ends in {TABLE}: the folder lacks the language model's weights"
         )
     head = next((name for name in stored if name.endswith(HEAD)), HEAD)
-    return with_prefix(names, table.removesuffix(TABLE), head)
+    return with_prefix(names, table.removesuffix(TABLE), head, prefix)
 
 
-def with_prefix(names: Names, prefix: str, head: str = HEAD) -> Names:
-    """`names` with another prefix than "model."; `head` is the name of the head."""
+def with_prefix(names: Names, prefix: str, head: str = HEAD, before: str = _PREFIX) -> Names:
+    """`names` with another prefix than `before`; `head` is the name of the head."""
 
     def renamed(tensor: HFTensor) -> HFTensor:
         own = tensor.name
         return replace(
             tensor,
-            name=head if own == HEAD else prefix + own.removeprefix(_PREFIX),
+            name=head if own == HEAD else prefix + own.removeprefix(before),
         )
 
     return {

@@ -29,7 +29,7 @@ from jaxrl_llm.kernels.strict import strict_in_scope
 from jaxrl_llm.kernels.strict_matmul import fits as strict_matmul_fits
 from jaxrl_llm.kernels.strict_matmul import strict_dot
 from jaxrl_llm.kernels.strict_norm import strict_norm
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ModelConfig, QwenVision
 from jaxrl_llm.models.frozen import Quantized, quantized_matmul
 from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.weight import Weight, weight_matmul
@@ -473,11 +473,16 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
     """Cosine and sine for every position and rotated pair, float32 [B, T, 1, pairs].
 
-    With `local_rope_theta`, the tables of layers with a window follow.
+    With `local_rope_theta`, the tables of layers with a window follow. Positions may also be
+    [B, T, 3], on the axes of an image: each pair then has the position on its own axis.
     """
+    at = positions_BT[..., None, None]
+    if positions_BT.ndim == 3:
+        assert isinstance(config.vision, QwenVision)
+        at = positions_BT[..., None, np.array(config.vision.axes_of_pairs)]
 
     def tables(frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        angles = positions_BT[..., None, None].astype(jnp.float32) * frequencies
+        angles = at.astype(jnp.float32) * frequencies
         return jnp.cos(angles), jnp.sin(angles)
 
     cos, sin = tables(rope_frequencies(config))

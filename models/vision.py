@@ -1,65 +1,22 @@
-"""An image encoder: a ViT over patches, and the projector to the decoder's hidden size.
+"""An image encoder of fixed-size images: a ViT over patches, and the projector to the decoder.
 
 Shape letters: B rows, C images of a row, n tokens of an image, c patches of a token, q values of a
 patch, L patches of an image, W hidden size of the encoder, N heads, H head dim, D hidden size of
-the decoder, T tokens of a row, S samples, I images of a sample, P places of a sample.
+the decoder.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxrl_llm.models.config import ModelConfig, Vision
+from jaxrl_llm.models.config import ModelConfig, QwenVision, Vision
 from jaxrl_llm.models.layers import Layer, Projection, parameter
+from jaxrl_llm.models.media import Features, Media
 
-
-class Media(NamedTuple):
-    """The images of rows, and where their features stand."""
-
-    pixels_BCncq: jax.Array  # uint8
-    place_BT: jax.Array  # feature of each token, counted over the row's images; -1: text
-
-
-class Features(NamedTuple):
-    """Vectors that replace the embeddings of some tokens."""
-
-    vectors_BMD: jax.Array
-    place_BT: jax.Array  # as in `Media`
-
-    def inserted(self, x_BTD: jax.Array) -> jax.Array:
-        """The embeddings with the features at their places."""
-        at_BT1 = jnp.maximum(self.place_BT, 0)[..., None]
-        chosen_BTD = jnp.take_along_axis(self.vectors_BMD, at_BT1, axis=1)
-        return jnp.where(self.place_BT[..., None] >= 0, chosen_BTD.astype(x_BTD.dtype), x_BTD)
-
-
-def media_of(
-    images_SIncq: jax.Array,
-    places_SP: jax.Array,
-    source_T: jax.Array,
-    place_T: jax.Array,
-    real_T: jax.Array,
-) -> Media:
-    """The images of one row whose token t is token `place_T[t]` of sample `source_T[t]`.
-
-    Each sample S has images and the places of their features among its tokens; tokens after the
-    last of these are text. The row has room for as many images as fit into its tokens.
-    """
-    size, width, length = images_SIncq.shape[2], places_SP.shape[1], place_T.shape[0]
-    found_T = places_SP[source_T, jnp.minimum(place_T, width - 1)]
-    found_T = jnp.where(real_T & (place_T < width), found_T, -1)
-    begins_T = (found_T >= 0) & (found_T % size == 0)
-    most = min(length // size, images_SIncq.shape[0] * images_SIncq.shape[1])
-    (at_C,) = jnp.nonzero(begins_T, size=most, fill_value=length)
-    token_C = jnp.minimum(at_C, length - 1)
-    image_C = jnp.maximum(found_T[token_C], 0) // size
-    pixels_Cncq = images_SIncq[source_T[token_C], image_C]
-    pixels_Cncq = jnp.where((at_C < length)[:, None, None, None], pixels_Cncq, 0)
-    number_T = jnp.cumsum(begins_T) - 1  # number of the image in the row
-    return Media(pixels_Cncq, jnp.where(found_T >= 0, number_T * size + found_T % size, -1))
+PROJECTORS = ("projector", "deep_projectors")  # parts of an encoder after its last layer
 
 
 class LayerNorm(Layer):
@@ -128,9 +85,12 @@ class ImageEncoder(Layer):
 
     def __call__(self, media: Media) -> Features:
         """The features of all images of each row."""
-        B, C, n, c, q = media.pixels_BCncq.shape
+        (B, C), (n, c, q) = media.image_BC2.shape[:2], media.pixels_NIncq.shape[2:]
         table_LW = self._in_token_order(self.positions[...])
-        pixels_XLq = media.pixels_BCncq.reshape(B * C, n * c, q).astype(jnp.float32)
+        sample_BC, image_BC = media.image_BC2[..., 0], media.image_BC2[..., 1]
+        pixels_BCncq = media.pixels_NIncq[sample_BC, image_BC]
+        pixels_BCncq = jnp.where((image_BC >= 0)[..., None, None, None], pixels_BCncq, 0)
+        pixels_XLq = pixels_BCncq.reshape(B * C, n * c, q).astype(jnp.float32)
         pixels_XLq = pixels_XLq / 127.5 - 1.0  # mean and standard deviation are 0.5
         x_XLW = self.patch(pixels_XLq.astype(table_LW.dtype)) + table_LW
         for i in range(len(self.layers)):
@@ -141,7 +101,7 @@ class ImageEncoder(Layer):
         vectors = self.projector(x_XLW.reshape(B, C * n, -1))
         if self.vision.train == "none":
             vectors = jax.lax.stop_gradient(vectors)
-        return Features(vectors, media.place_BT)
+        return Features(vectors[None], media.place_BT)
 
     def _in_token_order(self, table_LW: jax.Array) -> jax.Array:
         """A table of patches, row by row of the image, with the patches of a token together."""
@@ -151,13 +111,13 @@ class ImageEncoder(Layer):
         return squares.swapaxes(1, 2).reshape(table_LW.shape)
 
 
-def frozen_parameters(vision: Vision | None, params: Any) -> Any:
+def frozen_parameters(vision: Vision | QwenVision | None, params: Any) -> Any:
     """A tree that is True where a parameter of the encoder does not learn; None where all do."""
     if vision is None or vision.train == "all":
         return None
 
     def is_frozen(path: Any, _: Any) -> bool:
         part, *rest = (key.key for key in path)
-        return part == "vision" and not (vision.train == "projector" and rest[0] == "projector")
+        return part == "vision" and not (vision.train == "projector" and rest[0] in PROJECTORS)
 
     return jax.tree.map_with_path(is_frozen, params)

@@ -28,8 +28,9 @@ from jaxrl_llm.checkpoint.safetensors_files import (
 )
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.distributed.sharding import second_array
+from jaxrl_llm.models import qwen_vision_files
 from jaxrl_llm.models.base import ModelSpec, Params
-from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.config import Kind, ModelConfig, QwenVision
 from jaxrl_llm.models.config_json import read_config_json
 from jaxrl_llm.models.families import (
     config_from_hf,
@@ -118,6 +119,8 @@ def _names_in(directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTenso
     """The tensor of each parameter as this folder names it."""
     names = hf_names(spec.config, spec.kind)
     half = spec.config.vision is None and image_model_in(directory) is not None
+    if isinstance(spec.config.vision, QwenVision):
+        return qwen_vision_files.as_stored(names, stored)
     return stored_names(names, stored) if half else names
 
 

@@ -156,6 +156,8 @@ class DataConfig(Record):
     # Handling of prompts and rows that are too long: an error, or the side that is cut.
     truncation: Literal["error", "left", "right", "middle"] = "error"
     max_images: Whole = 0  # images of a row at most; 0: text alone, of an image model too
+    # Tokens of an image at most, of models that keep its shape: a larger one is shrunk.
+    max_image_tokens: Count = 512
     filter_overlong_prompts: bool = False  # whether prompts over max_prompt_length are left out
     shuffle: bool = True  # whether each epoch has a new order of rows
     # Online: the weight by which prompts are drawn from their earlier scores, instead of epochs.

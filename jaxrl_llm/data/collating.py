@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.data.formats import LabelledExample, PreferencePair, TokenExample
 from jaxrl_llm.data.share import Mapped, Share
 from jaxrl_llm.images import ImageInput
-from jaxrl_llm.types import IMAGE_FIELDS, OfflineBatch, Prompt, RolloutBatch, TokenBatch
+from jaxrl_llm.types import OfflineBatch, Prompt, RolloutBatch, TokenBatch
 
 
 def pad_rows(
@@ -52,11 +52,8 @@ def image_arrays(
     items: Sequence[TokenExample] | Sequence[Prompt],
     length: int,
 ) -> dict[str, Any]:
-    """The pixels of the images of rows, and their places in `length` tokens; {} without images."""
-    if images is None:
-        return {}
-    pixels = images.pixels([item.images for item in items])
-    return dict(zip(IMAGE_FIELDS, (pixels, images.places(rows, length)), strict=True))
+    """The fields of the images of rows of `length` tokens; {} without images."""
+    return {} if images is None else images.arrays(rows, [x.images for x in items], length)
 
 
 @dataclass(frozen=True)

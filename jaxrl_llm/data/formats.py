@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.data.sources import parse_json
-from jaxrl_llm.images import MARK, images_of
+from jaxrl_llm.images import MARK, Grid, ImageInput, images_of
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.turns import Piece, Turns
 from jaxrl_llm.types import Prompt
@@ -163,8 +163,8 @@ def prompt_of(
     if not ids:
         raise ValueError("the prompt has no tokens")
     if seen is not None:
-        ids = seen.expanded(ids)
-        seen.check(ids, images)
+        seen.check(ids, grids := seen.grids(images))
+        ids = seen.expanded(ids, iter(grids))
     return Prompt(
         images=images,
         token_ids=tuple(ids),
@@ -195,11 +195,17 @@ def examples_of(
     seen, images = images_of(tokenizer), row_images(row)
     rows = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
     if seen is not None:
-        rows = [[replace(p, ids=seen.expanded(p.ids)) for p in pieces] for pieces in rows]
+        grids = seen.grids(images)
         for pieces in rows:
-            seen.check([i for piece in pieces for i in piece.ids], images)
+            seen.check([i for piece in pieces for i in piece.ids], grids)
+        rows = [_with_images(pieces, seen, iter(grids)) for pieces in rows]
     source = _data_source(row, data_source)
     return [replace(_example(pieces, source, index), images=images) for pieces in rows]
+
+
+def _with_images(pieces: Sequence[Piece], seen: ImageInput, grids: Iterator[Grid]) -> list[Piece]:
+    """The pieces of a row with all tokens of its images."""
+    return [replace(piece, ids=seen.expanded(piece.ids, grids)) for piece in pieces]
 
 
 def pairs_of(

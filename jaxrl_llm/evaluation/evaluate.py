@@ -47,12 +47,12 @@ from jaxrl_llm.generation.engine import (
     generate_on_mesh,
 )
 from jaxrl_llm.generation.memory import GB, Replica, fitted
-from jaxrl_llm.generation.queue import Images
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.images import images_of
 from jaxrl_llm.learner.train_state import Params
+from jaxrl_llm.models.media import Images
 from jaxrl_llm.plan.conversing import (
     PROMPTS,
     Conversations,
@@ -77,7 +77,7 @@ from jaxrl_llm.rewards.graders import worker_limits
 from jaxrl_llm.rewards.manager import RewardManager, refuse_unreadable
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.types import Completion, OfflineBatch, Prompt
+from jaxrl_llm.types import IMAGE_FIELDS, Completion, OfflineBatch, Prompt
 
 CORRECT = 0.999  # a grade from here on counts as right: partial credit is not accuracy
 NEEDS_LESS_MEMORY = (
@@ -214,8 +214,8 @@ class Validator:
                 first_sample=first,
                 images=images_of(self._tokenizer),
             )
-            images, places = batch.images, batch.image_places
-            seen = None if images is None or places is None else Images(images, places)
+            seen = [x for name in IMAGE_FIELDS if (x := getattr(batch, name)) is not None]
+            seen = Images(*seen) if seen else None
             arrays = (batch.prompts, batch.prompt_lengths, batch.sample_ids, None, seen)
             if isinstance(self._turns, Conversations):
                 numbers = [first + row for row in self._rows.owned.tolist()]

@@ -69,7 +69,7 @@ def evaluate(config: Config) -> Validation:
     images = config.data.max_images
     source = find_model(config.actor, context=config.data.max_row_length, images=images)
     check_vocabulary(tokenizer, source.config.vocab_size)
-    see_images(tokenizer, image_input(source.config.vision, images))
+    see_images(tokenizer, image_input(source.config.vision, config.data))
     spec = spec_of(source, "causal_lm", config.actor)
     role = make_role("actor", spec, config.actor, mesh, phases=config.mesh)
     config = _with_memory(config, role)

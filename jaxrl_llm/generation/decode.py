@@ -96,7 +96,7 @@ def decode(
     )
     hidden_B1D, cache, routed = model.routed(
         jnp.where(live_B, slots.token_B, 0)[:, None],
-        (prompt_B + own_B)[:, None],
+        rows.rope_positions(row_B, prompt_B + own_B)[:, None],
         attend=Mixers(
             decode_attend(context, attention, heads),
             decode_recur(None if in_tail else own_B == 0, live_B, slots.prompt_row_B, heads),

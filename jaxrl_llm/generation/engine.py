@@ -40,7 +40,7 @@ from jaxrl_llm.generation.in_graph import TurnRecord, begin_turns, record_of
 from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, in_place_of, page_entries
 from jaxrl_llm.generation.pages import page_sizes
 from jaxrl_llm.generation.prefill import prefill
-from jaxrl_llm.generation.queue import Images, Queue, make_queue
+from jaxrl_llm.generation.queue import Queue, make_queue
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings, Quantization
 from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implementation
@@ -51,6 +51,7 @@ from jaxrl_llm.kernels.hopper import on_gpu
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.models.base import ModelSpec, bind, merge_projections, quantize_projections
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.media import Images
 
 # From this many slots on, matmuls go to cuBLAS instead of XLA's Triton kernels. On an H200 a 1.5B
 # rollout then takes 6 % less time with 256 slots and 2 % less with 128, and compiles faster. With
@@ -379,6 +380,7 @@ def _engine(
         prefill=sizes.prefill,
         align=align,
         strings=settings.sampling.stop_strings,
+        images=images,
     )
     # The strict matmul gives an output the same bits in any kernel; XLA's chunks do not.
     in_chunks = settings.strict is not None and not settings.strict.kernels
@@ -413,7 +415,7 @@ def _engine(
             record_kept=num_kept if settings.record_kept else 0,
             turns=turns,
         ),
-        prefill=partial(prefill, spec, params, queue, sizes, images=images, **how),
+        prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=step,
         decode_tail=partial(step, in_tail=True),
         fill_slots=partial(fill_slots, queue, pages),

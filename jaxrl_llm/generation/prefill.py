@@ -5,7 +5,6 @@ Shape letters: B slots, A rows of a prefill, L tokens of such a row, C prompt ro
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,7 +15,7 @@ from jaxrl_llm.generation.kv_cache import (
     prefill_recur,
 )
 from jaxrl_llm.generation.packed_prompts import prefill_rows
-from jaxrl_llm.generation.queue import Images, Queue
+from jaxrl_llm.generation.queue import Queue
 from jaxrl_llm.generation.sizes import EngineSizes
 from jaxrl_llm.generation.slots import State
 from jaxrl_llm.kernels.flash_attention import Implementation
@@ -24,7 +23,7 @@ from jaxrl_llm.kernels.gated_delta import Runs, chunking_of
 from jaxrl_llm.models.attention import Mixers
 from jaxrl_llm.models.base import ModelSpec, bind
 from jaxrl_llm.models.experts import Routing
-from jaxrl_llm.models.vision import media_of
+from jaxrl_llm.models.media import media_of
 
 
 def prefill(
@@ -36,7 +35,6 @@ def prefill(
     *,
     attention: Implementation,
     heads: HeadAxes | None,
-    images: Images | None = None,
 ) -> State:
     """Compute the next prompts of the queue into rows of the cache that no live slot reads.
 
@@ -74,9 +72,9 @@ def prefill(
         chunking = chunking_of(Runs(start_AL), spec.config.delta.conv_size)
         attend = Mixers(attend, prefill_recur(chunking, state_rows_AS, rows.last_AS, heads))
     media = None
-    if images is not None:  # once for all samples of a prompt
-        of_row = jax.vmap(media_of, in_axes=(None, None, 0, 0, 0))
-        media = of_row(*images, queue.first_G[groups_AL], rows.position_AL, real_AL)
+    if queue.images is not None:  # once for all samples of a prompt
+        at = (rows.position_AL, rows.position_AL)
+        media = media_of(queue.images, queue.first_G[groups_AL], *at, real_AL)
     _, cache, routed = bind(spec, params).routed(
         jnp.where(real_AL, tokens_AL, 0),
         rows.position_AL,

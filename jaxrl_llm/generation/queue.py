@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.generation.packed_prompts import PackedPrompts, RowSizes, pack_prompts
 from jaxrl_llm.generation.sampler import RowSampling
 from jaxrl_llm.generation.stop_strings import START, StopStrings
+from jaxrl_llm.models.media import Images
 
 
 class Rows(NamedTuple):
@@ -26,13 +27,12 @@ class Rows(NamedTuple):
     first_N: jax.Array | None = None
     given_NR: jax.Array | None = None
     sampling: RowSampling | None = None  # settings of each sample; None: one for all
+    # What the rope positions behind the prompt differ from a token's number; None: nothing.
+    offsets_N: jax.Array | None = None
 
-
-class Images(NamedTuple):
-    """The images of samples, and the place of each prompt token among their features."""
-
-    images_N: jax.Array  # uint8; see `RolloutBatch.images`
-    places_NP: jax.Array
+    def rope_positions(self, row_B: jax.Array, number_B: jax.Array) -> jax.Array:
+        """The rope positions of these tokens of samples, behind their prompts' images."""
+        return number_B if self.offsets_N is None else number_B + self.offsets_N[row_B]
 
 
 class Queue(NamedTuple):
@@ -52,11 +52,16 @@ class Queue(NamedTuple):
     ends_G1: jax.Array  # samples in the first 0, 1, ... groups of the order
     group: int | None  # samples of every group; None: groups differ
     packed: PackedPrompts  # the prompts in that order
+    images: Images | None = None
 
     @property
     def rows(self) -> Rows:
         """What a decode step reads."""
-        return Rows(self.lengths_N, self.sample_ids_N, self.limits_N, self.begun_N)
+        offsets_N = None
+        if self.images is not None and self.images.offsets_NP3 is not None:
+            offsets_N = self.images.offsets_NP3[:, -1, 0]  # a prompt ends in text
+        own = (self.lengths_N, self.sample_ids_N, self.limits_N, self.begun_N)
+        return Rows(*own, offsets_N=offsets_N)
 
     def ready(self, prefilled: jax.Array) -> jax.Array:
         """Samples of the first `prefilled` groups. Where groups are equal it costs no kernel."""
@@ -76,6 +81,7 @@ def make_queue(
     prefill: RowSizes,
     align: int = 1,
     strings: StopStrings | None = None,
+    images: Images | None = None,
 ) -> Queue:
     """Queue the groups whose prompt is not empty, in the order of their rows.
 
@@ -108,6 +114,7 @@ def make_queue(
         group=None if num_continued else group,
         ends_G1=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(taken_G, dtype=jnp.int32)]),
         packed=pack_prompts(lengths_G, num_groups, prefill, align),
+        images=images,
     )
 
 

@@ -253,13 +253,12 @@ def _rows(fields: Fields, num_groups: int) -> tuple[Rows, Fields]:
     media = [name for name in IMAGE_FIELDS if name in fields]
     flat = {name: fields[name] for name in (*SAMPLE_ROWS, "mask", *media)}
     if ROWS in fields:
-        rows = fields[ROWS]
-        return rows.with_images(*(flat[name] for name in media)) if media else rows, flat
+        return fields[ROWS].with_images(flat), flat
     if num_groups > 1:
         flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in flat.items()}
     prompts, prompt_lengths, responses, lengths = (flat[name] for name in SAMPLE_ROWS)
     rows = padded_rows(prompts, prompt_lengths, responses, response_lengths=lengths)
-    return rows.with_images(*(flat[name] for name in media)) if media else rows, flat
+    return rows.with_images(flat), flat
 
 
 def _row_mask(flat: Fields) -> Float[Array, "B R"]:

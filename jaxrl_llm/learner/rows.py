@@ -25,14 +25,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.kernels.flash_attention import Visibility, token_order
-from jaxrl_llm.models.vision import Media, media_of
+from jaxrl_llm.models.media import Images, Media, media_of
 from jaxrl_llm.types import IMAGE_FIELDS
 
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
 ROUTES = "rollout_routes"  # the field of the experts that the sampler chose, [B, P + R, L, K]
 KEPT = "rollout_kept"  # the field of the tokens that the sampler's filters kept, [B, R, K]
-IMAGES, PLACES = IMAGE_FIELDS  # the fields of images, and of the places of their features
 SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "response_lengths")  # parts of a row
 
 
@@ -166,28 +165,21 @@ class Rows:
             chosen = chosen.reshape(*at.shape, *routes.shape[2:])
         return replace(self, routes=jnp.where(self.real[..., None, None], chosen, -1))
 
-    def with_images(
-        self, images: Shaped[Array, "N I tokens C Q"], places: Int[Array, "N S"]
-    ) -> "Rows":
-        """The rows with their images; both arguments have all samples.
+    def with_images(self, fields: Fields) -> "Rows":
+        """The rows with the images of `fields`, which have all samples; without any, as they are.
 
         A row has each image once, and room for as many images as fit into its tokens.
         """
+        named = [fields[name] for name in IMAGE_FIELDS if name in fields]
+        if not named:
+            return self
         assert self.place is not None
         real = jnp.ones_like(self.tokens, bool) if self.real is None else self.real
-        if self.source is None:
-            own = jnp.zeros_like(self.tokens)  # the only sample of its row
-            media = jax.vmap(media_of)(images[:, None], places[:, None], own, self.place, real)
-            return replace(self, media=media)
-        rows = self.rows_of_replica
-        num_replicas = self.tokens.shape[0] // rows
-        images, places = (x.reshape(num_replicas, -1, *x.shape[1:]) for x in (images, places))
-        parts = (self.source, self.place, real)
-        parts = (x.reshape(num_replicas, rows, -1) for x in parts)
-        of_replica = jax.vmap(media_of, in_axes=(None, None, 0, 0, 0))
-        media = jax.vmap(of_replica)(images, places, *parts)
-        media = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), media)
-        return replace(self, media=media)
+        source = self.source
+        if source is None:  # one sample a row
+            source = jnp.broadcast_to(jnp.arange(len(self.tokens))[:, None], self.tokens.shape)
+        tokens = (source, self.place, self.positions, real)
+        return replace(self, media=media_of(Images(*named), *tokens))
 
     def _ordered_ranges(
         self, ordered: Callable[..., Array], order: np.ndarray | None
@@ -424,8 +416,7 @@ def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
 def rows_of(fields: Fields, align: int | None = None) -> Rows:
     """The rows of a part of a batch: its packed rows, or one row a sample (see `padded_rows`)."""
     rows = fields[ROWS] if ROWS in fields else _padded(fields, align)
-    if IMAGES in fields:
-        rows = rows.with_images(fields[IMAGES], fields[PLACES])
+    rows = rows.with_images(fields)
     return rows.with_routes(fields[ROUTES]) if ROUTES in fields else rows
 
 

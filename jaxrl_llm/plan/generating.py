@@ -29,12 +29,12 @@ from jaxrl_llm.generation.partial_responses import (
     routes_in_place,
     versions_of,
 )
-from jaxrl_llm.generation.queue import Images
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.media import Images
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.plan.stages import ModelStage
 from jaxrl_llm.program.stage import StageOutput
@@ -258,7 +258,7 @@ class GenerateInPieces:
 
 def images_in(media: Mapping[str, jax.Array]) -> Images | None:
     """The images of a batch, from its fields of them."""
-    return Images(*(media[name] for name in IMAGE_FIELDS)) if media else None
+    return Images(*(media[n] for n in IMAGE_FIELDS if n in media)) if media else None
 
 
 def loop_counts(out: GenerationOutput) -> dict[str, Any]:

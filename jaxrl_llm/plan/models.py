@@ -22,16 +22,23 @@ from jaxrl_llm.checkpoint.huggingface import (
     model_directory,
 )
 from jaxrl_llm.checkpoint.peft import read_lora
-from jaxrl_llm.config import ActorConfig, AdaptedSettings, Config, ConfigError, ModelSettings
+from jaxrl_llm.config import (
+    ActorConfig,
+    AdaptedSettings,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelSettings,
+)
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, mesh_of_role
 from jaxrl_llm.distributed.layout import mesh_of
 from jaxrl_llm.distributed.mesh import devices_of_nodes
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
-from jaxrl_llm.images import ImageInput
+from jaxrl_llm.images import PIXELS, ImageInput
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
-from jaxrl_llm.models.config import Kind, Vision
+from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS, Kind, QwenVision, Vision
 from jaxrl_llm.models.config_json import check_hf_config
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config, use_family
 from jaxrl_llm.models.lora import Lora
@@ -288,33 +295,50 @@ def write_huggingface_files(
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def image_input(vision: Vision | None, most: int) -> ImageInput | None:
+def image_input(vision: Vision | QwenVision | None, data: DataConfig) -> ImageInput | None:
     """How rows take images for a model with this encoder."""
     if vision is None:
         return None
-    if not most:
+    if not data.max_images:
         raise ConfigError(
             "config.data.max_images=0: config.actor.path is a run of a model with its image "
             "encoder; set 1 or more, or export it, whose folder opens as a language model"
         )
-    return ImageInput(
+    seen = ImageInput(
         token_id=vision.image_token_id,
-        size=vision.image_size,
         patch=vision.patch_size,
         scale=vision.scale,
-        most=most,
+        most=data.max_images,
     )
+    if isinstance(vision, Vision):
+        return replace(seen, size=vision.image_size)
+    fewest = {"qwen3_vl": 64}.get(vision.model_type, FEWEST_IMAGE_TOKENS)
+    most = data.max_image_tokens
+    return replace(seen, max_tokens=most, min_tokens=min(fewest, most))
+
+
+def media_fields(vision: Vision | QwenVision | None) -> tuple[str, ...]:
+    """The fields of images that a model with this encoder reads."""
+    if vision is None:
+        return ()
+    return IMAGE_FIELDS if isinstance(vision, QwenVision) else IMAGE_FIELDS[:2]
 
 
 def image_fields(
-    config: Config, vision: Vision | None, length: int, array: Callable[..., Any]
+    config: Config,
+    vision: Vision | QwenVision | None,
+    length: int,
+    array: Callable[..., Any],
 ) -> dict[str, Any]:
     """The shapes of the fields of images; `array` makes one from a dtype and dims."""
-    seen = image_input(vision, config.data.max_images)
+    seen = image_input(vision, config.data)
     if seen is None:
         return {}
-    shapes = array(jnp.uint8, *seen.shape), array(jnp.int32, length)
-    return dict(zip(IMAGE_FIELDS, shapes, strict=True))
+    shapes = seen.shapes | seen.token_shapes(length)
+    return {
+        name: array(jnp.uint8 if name == PIXELS else jnp.int32, *shapes[name])
+        for name in media_fields(vision)
+    }
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:

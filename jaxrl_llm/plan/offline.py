@@ -69,7 +69,7 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
     images = config.data.max_images
     source = find_model(config.actor, tokenizer, context=config.data.max_row_length, images=images)
     check_vocabulary(tokenizer, source.config.vocab_size)
-    see_images(tokenizer, image_input(source.config.vision, images))
+    see_images(tokenizer, image_input(source.config.vision, config.data))
     kind = algorithm.model_kind
     spec, base = learner_spec(source, kind, config.actor), None
     how: dict[str, Any] = {"phases": config.mesh, "exact": config.exact != "off"}

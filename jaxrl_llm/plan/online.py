@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.importance import weights_of_stale_samples
 from jaxrl_llm.config import AlgorithmSettings, Config, ConfigError
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.models.config import Vision
+from jaxrl_llm.models.config import QwenVision, Vision
 from jaxrl_llm.plan.conversing import Conversations
 from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, segments
 from jaxrl_llm.plan.in_graph import TokenTurns, open_token_turns
@@ -208,7 +208,7 @@ class _Planner:
         )
 
 
-def _abstract_batch(config: Config, mesh: Mesh, vision: Vision | None) -> RolloutBatch:
+def _abstract_batch(config: Config, mesh: Mesh, vision: Vision | QwenVision | None) -> RolloutBatch:
     """Shapes of the batch that a step begins with."""
     data, rows = config.data, config.data.train_batch_size * config.rollout.n
     sharding = batch_sharding(mesh)

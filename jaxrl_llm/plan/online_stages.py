@@ -32,6 +32,7 @@ from jaxrl_llm.plan.generating import (
     replica_of,
 )
 from jaxrl_llm.plan.in_graph import BeginTurns, GenerateTurns, TokenTurns, TurnScores
+from jaxrl_llm.plan.models import media_fields
 from jaxrl_llm.plan.roles import (
     TEACHER,
     Role,
@@ -55,7 +56,7 @@ from jaxrl_llm.program.program import Program
 from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.program.stage import DEVICE, HOST, Stage
 from jaxrl_llm.references import call, check_settings, load, nearest
-from jaxrl_llm.types import IMAGE_FIELDS, INPUT_FIELDS
+from jaxrl_llm.types import INPUT_FIELDS
 
 SCORE = "score"  # filters groups where no part of the reward is named
 
@@ -298,7 +299,7 @@ class OnlineStages:
     @property
     def _media(self) -> tuple[str, ...]:
         """The fields of images, where the actor has an image encoder."""
-        return () if self.roles["actor"].spec.config.vision is None else IMAGE_FIELDS
+        return media_fields(self.roles["actor"].spec.config.vision)
 
     def _turn_scores(self) -> Stage:
         config, writes = self.config, ("scores",)

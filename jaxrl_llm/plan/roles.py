@@ -447,7 +447,7 @@ def roles_of(
     images = config.data.max_images
     actor = find_model(config.actor, tokenizer, context=context, images=images)
     check_vocabulary(tokenizer, actor.config.vocab_size, stop_ids(config, tokenizer))
-    see_images(tokenizer, image_input(actor.config.vision, images))
+    see_images(tokenizer, image_input(actor.config.vision, config.data))
     models: dict[str, tuple[Kind, ModelSettings]] = {
         "actor": ("causal_lm", config.actor),
         "critic": ("scalar", config.critic),

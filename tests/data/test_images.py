@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,7 +127,8 @@ def test_supervised_rows_have_images_too(tokenizer):
 def test_patches_of_a_token_stand_together():
     """Values are 16 row + column: token (0, 1) has columns 4 to 7 of rows 0 to 3."""
     values = (16 * np.arange(8)[:, None] + np.arange(8)).astype(np.uint8)
-    pixels = SEEN.pixels([[Image.fromarray(np.stack([values] * 3, axis=-1))]])[0, 0]
+    image = Image.fromarray(np.stack([values] * 3, axis=-1))
+    pixels = SEEN.arrays([[100] * 4], [[image]], 4)["images"][0, 0]
     # Patches are in rows; a patch is column by column.
     assert pixels[1, :, ::3].tolist() == [
         [4, 20, 5, 21],
@@ -164,9 +166,62 @@ def test_the_tokens_around_an_image_are_the_tokenizer_s():
         added_tokens, vocab_size = added, 10
 
     see_images(Fake, ImageInput(token_id=7, size=8, patch=2, scale=2, most=1))
-    assert Fake.images.expanded([1, 7, 2]) == [1, 8, 9, 7, 7, 7, 7, 8, 2]
+    assert Fake.images.expanded([1, 7, 2], iter([(2, 2)])) == [1, 8, 9, 7, 7, 7, 7, 8, 2]
     with pytest.raises(ValueError, match="image_token_id=6 of the model is not the id of <image>"):
         see_images(Fake, ImageInput(token_id=6, size=8, patch=2, scale=2, most=1))
+
+
+# Tokens of 4 x 4 pixels; an image has 4 to 12 of them.
+OWN_SIZE = ImageInput(token_id=100, patch=2, scale=2, most=2, max_tokens=12, min_tokens=4)
+
+
+def test_images_of_several_sizes(tokenizer):
+    see_images(tokenizer, OWN_SIZE)
+    wide, small, large = (Image.new("RGB", size, (9, 2, 3)) for size in ((12, 8), (3, 3), (60, 40)))
+    rows = [
+        {"prompt": "abc<image>defg", "images": [wide]},
+        {"prompt": "<image>a<image>b", "images": [small, large]},
+        {"prompt": "no image"},
+    ]
+    prompts = loaded(rows, tokenizer).items
+    counts = [sum(i == 100 for i in prompt.token_ids) for prompt in prompts]
+    assert counts == [2 * 3, 2 * 2 + 2 * 4, 0]
+    batch = prompt_batch(
+        dict(enumerate(prompts)), np.arange(3), n=1, max_prompt_length=16, pad_id=0, images=OWN_SIZE
+    )
+    assert batch.images.shape == (3, 2, 12, 4, 12)
+    assert batch.image_grids.tolist() == [[[2, 3], [0, 0]], [[2, 2], [2, 4]], [[0, 0], [0, 0]]]
+    assert batch.image_places[0].tolist() == [-1] * 3 + [*range(6)] + [-1] * 7
+    assert batch.image_places[1, :13].tolist() == [*range(4), -1, *range(12, 20)]
+    assert batch.images[0, 0, :6].reshape(-1, 3).tolist() == [[9, 2, 3]] * 96
+    assert not batch.images[0, 0, 6:].any() and not batch.images[2].any()
+    positions = np.arange(16)[:, None] + batch.image_offsets[0]
+    # Three of text, an image of 2 x 3, then text behind its longer side.
+    time = [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8, 9, 10, 11, 12]
+    assert positions[:, 0].tolist() == time
+    assert positions[:, 1].tolist() == [0, 1, 2, 3, 3, 3, 4, 4, 4, *time[9:]]
+    assert positions[:, 2].tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, *time[9:]]
+    assert not batch.image_offsets[2].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [((2000, 9), "one side is over 200 times larger"), ((200, 1), "raise .*max_image_tokens=12")],
+)
+def test_an_image_of_no_fitting_size_is_a_bad_row(tokenizer, size, reason):
+    see_images(tokenizer, OWN_SIZE)
+    with pytest.raises(ValueError, match=reason):
+        loaded([{"prompt": "<image>a", "images": [Image.new("RGB", size)]}], tokenizer)
+
+
+def test_qwen_s_marks_stand_around_an_image():
+    class Fake:
+        added_tokens, vocab_size = {"<|image_pad|>": (100, True)}, 200
+
+    see_images(Fake, OWN_SIZE)
+    assert Fake.images.text == "<|vision_start|><|image_pad|><|vision_end|>"
+    with pytest.raises(ValueError, match=r"is not the id of <\|image_pad\|> in its tokenizer, 100"):
+        see_images(Fake, replace(OWN_SIZE, token_id=7))
 
 
 def test_dots_can_be_counted():

@@ -17,8 +17,8 @@ from test_transformers_image_models import MODELS, saved_model
 from test_transformers_roundtrip import torch_bits
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
+from jaxrl_llm.config import DataConfig
 from jaxrl_llm.generation.engine import generate
-from jaxrl_llm.generation.queue import Images
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.images import ImageInput
@@ -27,6 +27,9 @@ from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.rows import rows_of, sample_fields
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.image_files import READ_WHOLE, SIGLIP
+from jaxrl_llm.models.media import Images
+from jaxrl_llm.models.qwen_vision_files import QWEN
 from jaxrl_llm.plan.models import image_input
 from jaxrl_llm.types import IMAGE_FIELDS
 
@@ -35,6 +38,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -e '.[par
 pytestmark = pytest.mark.torch
 
 NAMES = ("idefics3", "smolvlm")
+DATA = DataConfig(max_images=2)
 P, R, N, GROUP = 14, 5, 8, 2
 # Two samples a prompt: two images, none, one, and one again.
 PROMPTS = [(5, "i", 7, "i", 8), (9, 10, 11), ("i", 12), (13, 14, "i", 15, 16)]
@@ -74,9 +78,10 @@ def samples(seen: ImageInput):
     """Prompts with the tokens of their images, and the fields of a batch."""
     rng = np.random.default_rng(4)
     marked = [[seen.token_id if i == "i" else i for i in prompt] for prompt in PROMPTS]
-    ids = [seen.expanded(prompt) for prompt in marked]
     pixels = images(seen)
-    for prompt, own in zip(ids, pixels, strict=True):
+    grids = [seen.grids(own) for own in pixels]
+    ids = [seen.expanded(p, iter(own)) for p, own in zip(marked, grids, strict=True)]
+    for prompt, own in zip(marked, grids, strict=True):
         seen.check(prompt, own)
     of = np.repeat(np.arange(4), GROUP)
     lengths = np.array([R, 3, 4, R, 1, 2, R, 4], np.int32)
@@ -87,12 +92,12 @@ def samples(seen: ImageInput):
         prompts[row, : len(prompt)] = prompt
     sizes = np.array([len(prompt) for prompt in ids], np.int32)
     fields = sample_fields(prompts[of], sizes[of], responses, lengths)
-    arrays = (seen.pixels(pixels)[of], seen.places(ids, P)[of])
+    arrays = seen.arrays(ids, pixels, P)
     return (
         ids,
         pixels,
         {k: jnp.asarray(v) for k, v in fields.items()}
-        | {name: jnp.asarray(x) for name, x in zip(IMAGE_FIELDS, arrays, strict=True)},
+        | {name: jnp.asarray(x[of]) for name, x in arrays.items()},
     )
 
 
@@ -128,7 +133,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_log_probs_and_gradients(folder, name, kind):
     theirs, spec, params = both(name, folder / name)
-    seen = image_input(spec.config.vision, 2)
+    seen = image_input(spec.config.vision, DATA)
     spec = model_spec(learning(spec.config))
     ids, pixels, fields = samples(seen)
     parts = {"padded": Padded(), "packed": Packed(row_tokens=24, group=GROUP)}[kind]
@@ -178,7 +183,7 @@ def learning(config):
 def test_whole_model_sees_what_its_parts_see(folder, name):
     """The path of `their_logits` is transformers' own, where no image token was sampled."""
     theirs, spec, _ = both(name, folder / name)
-    seen = image_input(spec.config.vision, 2)
+    seen = image_input(spec.config.vision, DATA)
     ids, pixels, _ = samples(seen)
     values = [
         np.asarray(p.resize((12, 12), Image.Resampling.LANCZOS)).transpose(2, 0, 1) / 127.5 - 1
@@ -196,11 +201,11 @@ def test_whole_model_sees_what_its_parts_see(folder, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_generation(folder, name):
     theirs, spec, params = both(name, folder / name)
-    seen = image_input(spec.config.vision, 2)
+    seen = image_input(spec.config.vision, DATA)
     ids, pixels, fields = samples(seen)
     sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
     settings = GenerationSettings(sampling=sampling, num_slots=3, group=GROUP)
-    media = Images(*(fields[name] for name in IMAGE_FIELDS))
+    media = Images(*(fields[name] for name in IMAGE_FIELDS[:2]))
 
     @jax.jit
     def run(params):
@@ -243,12 +248,13 @@ def test_pixels_are_those_of_transformers(size):
     image = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
     expected = processor(images=image)["pixel_values"][0][0]
     seen = ImageInput(token_id=1, size=12, patch=3, scale=2, most=1)
-    found = seen.pixels([[image]])[0, 0]  # tokens, patches, (column, row, channel)
+    found = seen.arrays([[1] * 4], [[image]], 4)["images"][
+        0, 0
+    ]  # tokens, patches, (column, row, channel)
     squares = expected.reshape(3, 2, 2, 3, 2, 2, 3).transpose(1, 4, 2, 5, 6, 3, 0)
     np.testing.assert_allclose(found / 127.5 - 1, squares.reshape(4, 4, 27), atol=1e-6)
 
 
 def test_every_whole_model_is_compared():
-    from jaxrl_llm.models.image_files import READ_WHOLE
-
-    assert READ_WHOLE == NAMES and set(NAMES) < MODELS.keys()
+    assert SIGLIP == NAMES and set(NAMES) < MODELS.keys()
+    assert READ_WHOLE == (*NAMES, *QWEN)  # see test_transformers_qwen_vision.py

@@ -1,0 +1,110 @@
+"""Images of samples as images of rows, and their features among a row's tokens.
+
+Shape letters: N samples, I images of a sample, P places of a sample, B rows, C images of a row,
+n tokens of an image at most, c patches of a token, q values of a patch, T tokens of a row, M
+features of a row, D hidden size of the decoder, V parts of a feature.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS
+
+
+class Images(NamedTuple):
+    """The images of samples, in the order of `types.IMAGE_FIELDS`.
+
+    A place is a feature: n times the image's number in its sample, plus the token's number in it.
+    The last two fields are for images of several sizes.
+    """
+
+    pixels_NIncq: jax.Array  # uint8
+    places_NP: jax.Array  # place of each token of the sample's first P; -1: text
+    grids_NI2: jax.Array | None = None  # rows and columns of each image's tokens; 0: no image
+    offsets_NP3: jax.Array | None = None  # what rope's positions differ from a token's number
+
+
+class Media(NamedTuple):
+    """The images of rows, and where their features stand."""
+
+    pixels_NIncq: jax.Array  # images of all samples
+    image_BC2: jax.Array  # sample and number of each image of a row; -1: no image
+    place_BT: jax.Array  # feature of each token, n for each image of the row; -1: text
+    grids_BC2: jax.Array | None = None
+    rope_BT3: jax.Array | None = None  # positions for rope on three axes; None: the usual ones
+
+
+class Features(NamedTuple):
+    """Vectors that replace the embeddings of some tokens.
+
+    The first part replaces; part i is added to the residual stream after decoder layer i - 1.
+    """
+
+    vectors_VBMD: jax.Array
+    place_BT: jax.Array  # feature of each token; -1: text
+
+    def inserted(self, x_BTD: jax.Array) -> jax.Array:
+        """The embeddings with the features at their places."""
+        chosen_BTD = self._at_tokens(0)
+        return jnp.where(self.place_BT[..., None] >= 0, chosen_BTD.astype(x_BTD.dtype), x_BTD)
+
+    @property
+    def num_deep(self) -> int:
+        """Decoder layers after which features are added."""
+        return self.vectors_VBMD.shape[0] - 1
+
+    def added(self, layer: int, x_BTD: jax.Array) -> jax.Array:
+        """The residual stream after a decoder layer."""
+        chosen_BTD = self._at_tokens(layer + 1).astype(x_BTD.dtype)
+        return x_BTD + jnp.where(self.place_BT[..., None] >= 0, chosen_BTD, 0)
+
+    def _at_tokens(self, part: int) -> jax.Array:
+        at_BT1 = jnp.maximum(self.place_BT, 0)[..., None]
+        return jnp.take_along_axis(self.vectors_VBMD[part], at_BT1, axis=1)
+
+
+def media_of(
+    images: Images,
+    source_BT: jax.Array,
+    place_BT: jax.Array,
+    position_BT: jax.Array,
+    real_BT: jax.Array,
+) -> Media:
+    """The images of rows whose token t is token `place_BT[:, t]` of sample `source_BT[:, t]`.
+
+    `position_BT` is the token's number in its sequence. Tokens after the first P of a sample are
+    text. A row has room for as many images as fit into its tokens.
+    """
+    size, width, length = images.pixels_NIncq.shape[2], images.places_NP.shape[1], place_BT.shape[1]
+    at_BT = jnp.minimum(place_BT, width - 1)
+    found_BT = images.places_NP[source_BT, at_BT]
+    found_BT = jnp.where(real_BT & (place_BT < width), found_BT, -1)
+    begins_BT = (found_BT >= 0) & (found_BT % size == 0)
+    fewest = size if images.grids_NI2 is None else min(FEWEST_IMAGE_TOKENS, size)
+    most = min(length // fewest, images.pixels_NIncq.shape[0] * images.pixels_NIncq.shape[1])
+
+    def firsts(begins_T: jax.Array) -> jax.Array:
+        return jnp.nonzero(begins_T, size=most, fill_value=length)[0]
+
+    first_BC = jax.vmap(firsts)(begins_BT)
+    token_BC = jnp.minimum(first_BC, length - 1)
+    sample_BC, image_BC = (
+        jnp.take_along_axis(x, token_BC, axis=1) for x in (source_BT, found_BT // size)
+    )
+    is_image_BC1 = (first_BC < length)[..., None]
+    image_BC2 = jnp.where(is_image_BC1, jnp.stack([sample_BC, image_BC], axis=-1), -1)
+    number_BT = jnp.cumsum(begins_BT, axis=1) - 1  # number of the image in the row
+    at_feature_BT = jnp.where(found_BT >= 0, number_BT * size + found_BT % size, -1)
+    if images.grids_NI2 is None or images.offsets_NP3 is None:
+        return Media(images.pixels_NIncq, image_BC2, at_feature_BT)
+    grids_BC2 = images.grids_NI2[image_BC2[..., 0], image_BC2[..., 1]]
+    rope_BT3 = position_BT[..., None] + images.offsets_NP3[source_BT, at_BT]
+    return Media(
+        images.pixels_NIncq,
+        image_BC2,
+        at_feature_BT,
+        grids_BC2=jnp.where(is_image_BC1, grids_BC2, 0),
+        rope_BT3=rope_BT3,
+    )

@@ -1,0 +1,93 @@
+"""GRPO of a tiny model that sees: the sampler is the trainer, and a resume has the same bits."""
+
+from dataclasses import replace
+
+import pytest
+from tiny_run import TinyRun, assert_same_bits
+
+from jaxrl_llm import config as c
+from jaxrl_llm.checkpoint.huggingface import load_model_config
+from jaxrl_llm.configs.grpo_vision import get_config
+from jaxrl_llm.evaluation.trained_model import export_checkpoint
+from jaxrl_llm.models.config import QwenVision
+from jaxrl_llm.trainer.loop import train
+
+pytestmark = pytest.mark.ci
+
+# 48 x 48 pixels are nine tokens, in windows of four.
+QWEN = {
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 100,
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "vocab_size": 104,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 8,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+    },
+    "tie_word_embeddings": True,
+}
+
+
+def config_of(folder, path: str = "", resume: str = "auto", train_vision: str = "all") -> c.Config:
+    base = get_config()
+    return replace(
+        base,
+        name="qwen_vision",
+        run_dir=str(folder / "run"),
+        resume=resume,
+        total_steps=2,
+        save_every=1,
+        warmup=None,
+        data=replace(
+            base.data,
+            train_tasks=(c.CountDots(size=16),),
+            val_tasks=(c.CountDots(size=4),),
+            train_batch_size=2,
+            max_image_tokens=9,
+        ),
+        actor=replace(
+            base.actor,
+            path=path,
+            hf_config={} if path else QWEN,
+            vision=c.VisionConfig(train=train_vision),
+            ppo_mini_batch_size=2,
+        ),
+        checkpoint=replace(base.checkpoint, asynchronous=False, keep_latest=9),
+    )
+
+
+def test_a_run_with_images_resumes_exactly_and_opens_again(tmp_path):
+    first = TinyRun(tmp_path / "first")
+    last = train(config_of(first.folder)).checkpoint
+    metrics = first.metrics()
+    for step in (1, 2):
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-6
+    again = TinyRun(tmp_path / "again")
+    train(config_of(again.folder, resume=str(first.step_path(1))))
+    assert_same_bits(again.weights(2), first.weights(2))
+
+    model = export_checkpoint(last, tmp_path / "model")
+    vision = load_model_config(model, images=True).vision
+    assert isinstance(vision, QwenVision) and vision.window_size == 32
+    # The folder is trained on, with its encoder frozen.
+    frozen = TinyRun(tmp_path / "frozen")
+    train(config_of(frozen.folder, path=str(model), train_vision="none"))
+    before, after = frozen.weights(0), frozen.weights(2)
+    moved = {name for name in before if (before[name] != after[name]).any()}
+    of_actor = {name for name in moved if name.startswith("actor")}
+    assert of_actor and not [name for name in of_actor if "vision" in name]

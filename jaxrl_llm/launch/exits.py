@@ -19,6 +19,7 @@ from jaxrl_llm.observability.status import STATUS
 
 USER_ERROR = 2
 ALARMED = 3  # an alarm ended the run; it saved its last step
+NO_LAYOUT = 76  # processes were lost, and no mesh of those left holds the run: fewer may
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE  # the reader of the output has ended
 TOGETHER_S = 5.0  # for the other processes to end, where the error may be theirs too
@@ -26,12 +27,17 @@ END_S = 30.0  # for Python's own end, after the work is done
 TOGETHER_END_S = 330.0  # the same for one of several processes: jax waits 300 s for the others
 
 
+class NoMesh(ConfigError):
+    """No mesh of the processes that are left divides the batch and the model."""
+
+
 def exit_with(error: BaseException, arguments: Sequence[str]) -> NoReturn:
     """End the process as `error` asks for. It waits for no thread.
 
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
     message on stderr and exit code 2, so a launcher does not start it again. So does a run whose
-    numbers are not finite. An error of a disk is one message and code 1: the next start may work.
+    numbers are not finite. After the loss of processes the code is 76 where these are too many for
+    a mesh. An error of a disk is one message and code 1: the next start may work.
     Ctrl-C exits with 130. One of several processes then waits TOGETHER_S for the others. Where the
     reader of the output has ended, the code is 141. Another error is a traceback and code 1.
     """
@@ -40,7 +46,7 @@ def exit_with(error: BaseException, arguments: Sequence[str]) -> NoReturn:
         _end_together(INTERRUPTED)
     if isinstance(error, ValueError) and is_for_user(error):
         print(f"error: {_message(error, arguments)}", file=sys.stderr)
-        _end_together(USER_ERROR)
+        _end_together(NO_LAYOUT if isinstance(error, NoMesh) else USER_ERROR)
     if isinstance(error, BrokenPipeError) and pipes.broken():
         pipes.leave_broken()
         _end_together(UNREAD)

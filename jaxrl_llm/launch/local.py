@@ -8,6 +8,10 @@ most N times; the run goes on from its last checkpoint. Ctrl-C, SIGTERM, SIGHUP 
 passed on to every process; a second signal kills them. On a machine with GPUs each process gets an
 equal share of them, or as many as --devices-per-process says. On a CPU each process gets one
 device, or as many as --devices-per-process says.
+
+With --min-processes=N a process that is lost for good does not end the run: it goes on with those
+that are left, down to N, on a mesh that the planner chooses. A process is lost when it fails first
+in two starts in a row, in the second before a step.
 """
 
 import argparse
@@ -19,6 +23,7 @@ from functools import partial
 
 from jaxrl_llm.launch.command_line import count
 from jaxrl_llm.launch.process_group import (
+    Members,
     Output,
     free_port,
     read_arguments,
@@ -42,12 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--devices-per-process", type=count, default=0, help="GPUs shared equally without it"
     )
+    parser.add_argument(
+        "--min-processes", type=count, help="fewest to go on with after a loss; default: all"
+    )
     arguments = read_arguments(parser, argv)
     number, devices = arguments.processes, arguments.devices_per_process
+    members = Members(
+        numbers=list(range(number)), least=min(arguments.min_processes or number, number)
+    )
 
     def environments() -> list[dict[str, str]]:
         """With a port that is free now."""
-        return process_environments(number, devices, dict(os.environ), visible_gpus())
+        every = process_environments(number, devices, dict(os.environ), visible_gpus())
+        return [
+            every[each] | members.environment | {PROCESS_ID: str(rank)}
+            for rank, each in enumerate(members.numbers)
+        ]
 
     try:
         environments()
@@ -56,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_again(
         lambda output, _: LocalProcesses(arguments.command, environments(), output),
         arguments.restarts,
+        members,
     )
 
 

@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Protocol
 
-from jaxrl_llm.launch.exits import ALARMED, INTERRUPTED, USER_ERROR
-from jaxrl_llm.launch.runtime import COORDINATOR, NUM_PROCESSES
+from jaxrl_llm.launch.exits import ALARMED, INTERRUPTED, NO_LAYOUT, USER_ERROR
+from jaxrl_llm.launch.runtime import COORDINATOR, FEWER, NUM_PROCESSES
 from jaxrl_llm.supervision.deadline import STARTED
 from jaxrl_llm.supervision.signals import STOP_SIGNALS, leave_closed_terminals, send_to_null
 
@@ -92,6 +93,38 @@ Start = Callable[
 ]  # the second are the signals received so far
 
 
+@dataclass(kw_only=True)
+class Members:
+    """The processes that take part, by their numbers in the first start."""
+
+    numbers: list[int]
+    least: int  # fewest processes that the run goes on with
+    by_failures: bool = True  # a process that keeps failing is lost
+    _spare: list[int] = field(default_factory=list)  # processes that no mesh had a use for
+    _lost: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that all of them get, in addition to the first start's."""
+        fewer = {FEWER: "1"} if self._lost else {}
+        return {NUM_PROCESSES: str(len(self.numbers)), **fewer}
+
+    def lose(self, number: int) -> bool:
+        """Leave out a lost process, and take a spare one; False where too few would be left."""
+        left = [each for each in self.numbers if each != number] + self._spare[:1]
+        if len(left) < self.least:
+            return False
+        self.numbers, self._spare, self._lost = sorted(left), self._spare[1:], True
+        return True
+
+    def spare_one(self) -> bool:
+        """Go on with one process fewer; False where too few would be left."""
+        if len(self.numbers) <= self.least:
+            return False
+        self._spare.append(self.numbers.pop())
+        return True
+
+
 def read_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
@@ -106,22 +139,37 @@ def read_arguments(
     return arguments
 
 
-def run_again(start: Start, restarts: int) -> int:
+def run_again(start: Start, restarts: int, members: Members) -> int:
     """Run the processes that `start` starts, again after a failure; returns the last exit code.
 
     It is not started again after a mistake of the user, after a signal that asked it to end, or
     after `restarts` times. SAME_STEP failures in a row after the same step also end it.
+
+    A process that fails first in two starts in a row, in the second before a step, is lost. The run
+    goes on without it, if `members` allows so few. It goes on with one fewer where those left have
+    no mesh.
     """
     os.environ.setdefault(STARTED, str(time.time()))  # the processes count from it
     failed_after: list[int | None] = []
+    failed: int | None = None
     with _stop_signals() as received:
         while True:
             output = Output()
-            code = _run(start, output, received)
+            before, (code, rank) = failed, _run(start, output, received)
+            if code == NO_LAYOUT and not received and members.spare_one():
+                _say(f"no mesh of so many processes: it goes on with {len(members.numbers)}")
+                failed = None
+                continue
+            failed = None if rank is None else members.numbers[rank]
             failed_after.append(output.step)
             tries = len(failed_after)
-            if code in (0, USER_ERROR, ALARMED, INTERRUPTED) or received or tries > restarts:
+            ends = code in (0, USER_ERROR, ALARMED, INTERRUPTED, NO_LAYOUT)
+            if ends or received or tries > restarts:
                 return code
+            if failed is not None and failed == before and output.step is None:
+                if members.by_failures and members.lose(failed):
+                    left = len(members.numbers)
+                    _say(f"process {failed} is lost: the run goes on with {left} processes")
             same = _failures_in_a_row(failed_after)
             if same == SAME_STEP:
                 where = "its first step" if output.step is None else f"step {output.step + 1}"
@@ -170,8 +218,8 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _run(start: Start, output: Output, received: Sequence[int]) -> int:
-    """Run the processes once; returns 0, or the exit code of the first failure.
+def _run(start: Start, output: Output, received: Sequence[int]) -> tuple[int, int | None]:
+    """Run the processes once; returns 0, or the exit code and the rank of the first failure.
 
     A process that signal n ended counts as 128 + n, as in a shell.
     """
@@ -179,20 +227,22 @@ def _run(start: Start, output: Output, received: Sequence[int]) -> int:
         group = start(output, received)
     except NotStarted as error:
         _say(str(error))
-        return INTERRUPTED if received else error.code
+        return INTERRUPTED if received else error.code, None
     try:
-        code = _wait(group, received)
+        code, rank = _wait(group, received)
     finally:
         group.close()
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code, rank
 
 
-def _wait(group: ProcessGroup, received: Sequence[int]) -> int:
-    """Wait for all processes. After the first failure, end the others and return its code.
+def _wait(group: ProcessGroup, received: Sequence[int]) -> tuple[int, int | None]:
+    """Wait for all processes. After the first failure, end the others and return its code and rank.
 
-    A signal that the launcher gets is passed on to all; a second one kills them.
+    Of several that failed at once, the first is one that was killed: the others lost it. A signal
+    that the launcher gets is passed on to all; a second one kills them.
     """
     first_failure = passed_on = 0
+    rank: int | None = None
     deadline = float("inf")
     while True:
         for number in received[passed_on:]:
@@ -200,12 +250,14 @@ def _wait(group: ProcessGroup, received: Sequence[int]) -> int:
             passed_on += 1
         codes = group.codes()
         if not first_failure and any(codes):
-            first_failure = next(code for code in codes if code)
+            killed = -signal.SIGKILL in codes
+            first_failure = -signal.SIGKILL if killed else next(code for code in codes if code)
+            rank = codes.index(first_failure)
             if not received:  # after a signal the others are already ending and may be saving
                 group.signal(signal.SIGTERM)
                 deadline = time.monotonic() + GRACE_S
         if None not in codes:
-            return first_failure
+            return first_failure, rank
         if time.monotonic() > deadline:
             group.signal(signal.SIGKILL)
         time.sleep(POLL_S)

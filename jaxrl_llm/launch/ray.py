@@ -4,7 +4,8 @@
 
 Needs the extra `ray`. The cluster must run: `ray start`, or `ray job submit` on an existing one.
 Each process gets --gpus_per_host GPUs; by default as many as so many hosts have. Lines of output,
-failures, --restarts and signals are as in launch/local.py. docs/clusters.md explains the rest.
+failures, --restarts and signals are as in launch/local.py. With --min_hosts=N the run goes on with
+fewer hosts where no other one takes the place of a lost one. docs/clusters.md explains the rest.
 """
 
 # To pyright an `import ray` in this folder looks like this file.
@@ -19,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from jaxrl_llm.launch.command_line import count
-from jaxrl_llm.launch.process_group import read_arguments, run_again
+from jaxrl_llm.launch.process_group import Members, read_arguments, run_again
 
 REACH_S = 5.0  # for the first contact with a cluster
 
@@ -34,7 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=count, required=True)
     parser.add_argument("--gpus_per_host", type=int, help="0 is for CPUs; all GPUs by default")
     parser.add_argument("--address", default="auto", help="of the cluster; by default this host's")
+    parser.add_argument(
+        "--min_hosts", type=count, help="fewest to go on with after a loss; default: all"
+    )
+    parser.add_argument(
+        "--replace_s", type=count, default=600, help="wait for a host in place of a lost one"
+    )
     arguments = read_arguments(parser, argv)
+    least = min(arguments.min_hosts or arguments.hosts, arguments.hosts)
+    # Which host a process gets is Ray's choice.
+    members = Members(numbers=list(range(arguments.hosts)), least=least, by_failures=False)
     import ray  # pyright: ignore[reportMissingImports]
 
     _reach(arguments.address)
@@ -47,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         from jaxrl_llm.launch.ray_hosts import RayHosts
 
-        hosts = RayHosts(arguments.hosts, gpus)
+        hosts = RayHosts(members, gpus, arguments.replace_s)
         stack.callback(hosts.give_back)
-        return run_again(partial(hosts.start, arguments.command), arguments.restarts)
+        return run_again(partial(hosts.start, arguments.command), arguments.restarts, members)
 
 
 def _reach(address: str) -> None:

@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 
 from jaxrl_llm.launch.exits import USER_ERROR
 from jaxrl_llm.launch.process_group import (
+    Members,
     NotStarted,
     Output,
     free_port,
@@ -41,7 +43,6 @@ PASSED = ("JAX", "XLA_", "NCCL_", "HF_", "TF_CPP_")
 _OF_RAY = "OMP_NUM_THREADS"
 
 PLACE_S = 60.0  # until the hosts are free, and until they answer
-REPLACE_S = 600.0  # wait before a restart: another host may take the place of a lost one
 RETRY_S = 2.0
 LINES_WAIT_S = 1.0
 MOST_LINES = 1000  # in one message
@@ -123,11 +124,22 @@ class Host:
 
 @dataclass
 class RayHosts:
-    """Different hosts, one for each process, which the launcher keeps from start to start."""
+    """Different hosts, one for each process, which the launcher keeps from start to start.
 
-    hosts: int
+    Where a host is lost and no other one takes its place in `replace_s`, those that are left go on,
+    if `members` allows so few.
+    """
+
+    members: Members
     gpus: int
-    _group: Any = None  # Ray's placement group
+    replace_s: float
+    _started: bool = False
+    _group: Any = None  # Ray's placement group, of as many hosts as `_reserved`
+    _reserved: int = 0
+
+    @property
+    def hosts(self) -> int:
+        return len(self.members.numbers)
 
     def start(
         self, command: Sequence[str], output: Output, received: Sequence[int]
@@ -136,8 +148,7 @@ class RayHosts:
 
         Raises: NotStarted when the hosts are not free in time, or cannot run it.
         """
-        first = self._group is None
-        seconds = PLACE_S if first else REPLACE_S
+        first, seconds = not self._started, self.replace_s if self._started else PLACE_S
         for _ in _seconds(seconds, received):
             self._wait_until_free(seconds, received)
             actors = [self._actor(rank) for rank in range(self.hosts)]
@@ -174,6 +185,7 @@ class RayHosts:
             )
         address, port, _ = answers[0]
         shared = self._environment(f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
+        self._started = True
         for rank, actor in enumerate(actors):
             actor.start.remote(command, {**shared, PROCESS_ID: str(rank)}, folder)
         return RayProcesses(actors, [address for address, _, _ in answers], output)
@@ -184,16 +196,27 @@ class RayHosts:
             ray.util.remove_placement_group(self._group)
 
     def _wait_until_free(self, seconds: float, received: Sequence[int]) -> None:
-        if self._group is None:
-            bundle = {"CPU": 1.0} | ({"GPU": float(self.gpus)} if self.gpus else {})
-            self._group = ray.util.placement_group([bundle] * self.hosts, strategy="STRICT_SPREAD")
-        for _ in _seconds(seconds, received):
-            if self._group.wait(1):
-                return
-        raise NotStarted(
-            f"the Ray cluster did not have {self.hosts} hosts with {self.gpus} free GPUs each "
-            f"within {seconds:g} s; `ray status` shows who uses them"
-        )
+        while True:
+            self._reserve()
+            for _ in _seconds(seconds, received):
+                if self._group.wait(1):
+                    return
+            if not self._started or not self.members.lose(self.members.numbers[-1]):
+                raise NotStarted(
+                    f"the Ray cluster did not have {self.hosts} hosts with {self.gpus} free GPUs "
+                    f"each within {seconds:g} s; `ray status` shows who uses them"
+                )
+            print(f"a host is lost: the run goes on with {self.hosts}", file=sys.stderr, flush=True)
+            seconds = PLACE_S
+
+    def _reserve(self) -> None:
+        """Ask Ray for the hosts, unless it has been asked for so many."""
+        if self._reserved == self.hosts:
+            return
+        self.give_back()
+        bundle = {"CPU": 1.0} | ({"GPU": float(self.gpus)} if self.gpus else {})
+        self._group = ray.util.placement_group([bundle] * self.hosts, strategy="STRICT_SPREAD")
+        self._reserved = self.hosts
 
     def _actor(self, rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
@@ -206,7 +229,7 @@ class RayHosts:
         variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
         if not self.gpus:
             variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        return shared_environment(variables, coordinator, self.hosts)
+        return shared_environment(variables, coordinator, self.hosts) | self.members.environment
 
 
 def _seconds(number: float, received: Sequence[int]) -> Iterator[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxrl_llm.config import AUTO, Config, ConfigError, MeshConfig, check, run_folder
 from jaxrl_llm.config.placement import ROLLOUT, devices_of_roles
 from jaxrl_llm.distributed.placement import numbers_of_roles
+from jaxrl_llm.launch.exits import NoMesh
 from jaxrl_llm.launch.freed_memory import keep_freed_memory
 from jaxrl_llm.launch.host_memory import host_memory
 from jaxrl_llm.launch.interrupts import imports
@@ -25,6 +26,8 @@ from jaxrl_llm.launch.interrupts import imports
 COORDINATOR = "JAXRL_COORDINATOR"  # host:port where process 0 listens
 NUM_PROCESSES = "JAXRL_NUM_PROCESSES"
 PROCESS_ID = "JAXRL_PROCESS_ID"
+# Set by a launcher that goes on without a lost process: then the planner chooses the mesh.
+FEWER = "JAXRL_FEWER_PROCESSES"
 
 # Fraction of a GPU's memory that jax takes. Its default is 0.75. NCCL and cuDNN need the rest.
 GPU_MEMORY_FRACTION = "0.92"
@@ -76,11 +79,8 @@ def start(
     # With a placement it is not known yet which of them are used.
     with _devices_are_opened(0 if config.placement else config.mesh.num_devices):
         meanwhile()
-    if config.placement == AUTO:
-        from jaxrl_llm.estimate.automatic import automatic
-
-        config, why = automatic(config)
-        print("\n".join(why), file=sys.stderr, flush=True)
+    if config.placement == AUTO or os.environ.get(FEWER):
+        config = _planned(config)
     placed = _placed(config)
     mesh = fit_mesh(config.mesh, placed)
     if mesh != config.mesh:
@@ -94,6 +94,23 @@ def start(
     elif not os.environ.get(COMPILE_CACHE):
         enable_compile_cache(str(run_folder(config) / "compile_cache"))
     _cache_short_programs()
+    return config
+
+
+def _planned(config: Config) -> Config:
+    """`config` with the layout of the planner, which it prints.
+
+    Raises: ConfigError without one, NoMesh where processes were lost.
+    """
+    from jaxrl_llm.estimate.automatic import automatic
+
+    try:
+        config, why = automatic(replace(config, placement=AUTO, node_groups={}))
+    except ConfigError as error:
+        if os.environ.get(FEWER):
+            raise NoMesh(str(error)) from None
+        raise
+    print("\n".join(why), file=sys.stderr, flush=True)
     return config
 
 

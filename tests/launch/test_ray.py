@@ -186,6 +186,23 @@ def test_a_killed_launcher_leaves_nothing_behind(address: str, tmp_path: Path) -
     wait_until(lambda: placement_groups(address) == {"REMOVED"}, "placement groups are removed")
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_host_that_is_left(cluster: Any, tmp_path: Path) -> None:
+    """Last of the tests: the cluster has one node less."""
+    run = TinyRun(tmp_path)
+    run.pause_at(KILLED_IN)
+    flags = ("--restarts=2", "--min_hosts=1", "--replace_s=5")
+    with run.process(launcher=ray_launcher(cluster.address, *flags)) as process:
+        run.wait_for(run.paused, process)
+        cluster.remove_node(next(iter(cluster.worker_nodes)))
+        run.unpause()
+        assert process.wait(WAIT_S) == 0, (tmp_path / "log.txt").read_text()
+    output = (tmp_path / "log.txt").read_text()
+    assert "a host is lost: the run goes on with 1" in output
+    assert f"resumed from {run.step_path(KILLED_IN - 1)}" in output
+    assert list(run.metrics()) == list(range(TOTAL_STEPS + 1))
+
+
 def placement_groups(address: str) -> set[str]:
     """The states of all placement groups that the cluster ever had."""
     program = (

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/benchmarks/serve.py"
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_clients_are_answered_whole():
     words = ["--shape=tiny", "--clients=1,3", "--prompt=20", "--response=10", "--rounds=1"]
     done = subprocess.run(

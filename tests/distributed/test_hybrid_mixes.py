@@ -21,7 +21,7 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import config_from_hf
 from jaxrl_llm.plan.roles import make_role
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 N, GROUP, P, R = 16, 2, 13, 12
 # Without this epsilon the norm of an output near 0 multiplies what is rounded by thousands.

@@ -229,7 +229,7 @@ def test_iteration_data_2_fsdp_2_tensor_2():
     check_iteration(MESHES[2])
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_each_phase_and_the_critic_in_a_layout_of_its_own():
     """Training on three axes, generation by four devices, passes and the critic by one."""
     phases = {"generation": PhaseMeshConfig(tensor=4), "passes": PhaseMeshConfig(tensor=1)}

@@ -23,7 +23,7 @@ from jaxrl_llm.models.frozen import dequantized
 from jaxrl_llm.plan.models import open_meshes
 from jaxrl_llm.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 LORA = LoraConfig(rank=2, alpha=1.0)
 ONE_LAYER = {"num_hidden_layers": 1}

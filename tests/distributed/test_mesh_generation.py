@@ -74,7 +74,7 @@ def place(layout, params, tokens, lengths, ids, key, *, spec=SPEC):
         pytest.param(GPT_OSS, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"fsdp": 4, "expert": 2}, marks=pytest.mark.slow),
-        pytest.param(QWEN3_NEXT, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.ci),
+        pytest.param(QWEN3_NEXT, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.nightly),
         pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=[

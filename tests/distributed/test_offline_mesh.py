@@ -27,7 +27,7 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.reference import copying
 from jaxrl_llm.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 SIZE = 16
 # A large eps: otherwise Adam turns the rounding of gradients near 0 into whole steps.

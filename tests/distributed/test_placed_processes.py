@@ -11,7 +11,7 @@ from placed_steps import small_config
 from tiny_iteration import OF_THE_DECODE_LOOP, first_states, open_iteration, run_step
 from tiny_run import REPOSITORY
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 STEPS = 3  # that are compared
 MORE_STEPS = 12  # in one of which updates overlap, also on a busy machine

@@ -26,7 +26,7 @@ from jaxrl_llm.plan.models import open_meshes
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 APART = {"actor": "0-3", "critic": "4-5", "reference": "critic", "reward": "6,7"}
 

@@ -6,7 +6,7 @@ import pytest
 from tiny_run import REPOSITORY, TinyRun, assert_close
 from trainer.test_conversing import TALKS, environment
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
 PROCESSES = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]

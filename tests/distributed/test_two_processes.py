@@ -21,7 +21,7 @@ from tiny_run import (
     read_jsonl,
 )
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
 PROCESSES = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]

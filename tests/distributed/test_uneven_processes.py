@@ -27,7 +27,7 @@ def test_a_run_is_that_of_one_process_and_goes_on(tmp_path: Path) -> None:
     assert f"resumed from {run.step_path(2)}" in output and run.saved_steps()[-1] == 3
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_one_group_over_them_is_refused(tmp_path: Path) -> None:
     run = TinyRun(tmp_path, *SHORT)
     output = run.finish(launcher=LAUNCHER, code=2)

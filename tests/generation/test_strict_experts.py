@@ -14,7 +14,7 @@ from jaxrl_llm.learner.rows import ROUTES, rows_of, sample_fields
 from jaxrl_llm.models.base import init_params, model_spec
 from jaxrl_llm.models.config import Mixture
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 __all__ = ["prompts"]
 

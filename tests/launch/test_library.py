@@ -285,7 +285,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_killed_run_on_rows_of_grain_goes_on(tmp_path, monkeypatch):
     """One over a MapDataset that nobody kills has the same bits as one over its IterDataset."""
     grain = pytest.importorskip("grain")

@@ -171,7 +171,7 @@ def test_objects_differ_in_the_config_where_their_numbers_do():
         load_config("grpo", {"actor.optimizer.name": "adam"})
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["muon", "lion", "own.py:optimizer"])
 def test_a_resumed_run_has_the_same_bits(tmp_path, name):
     """Six steps at once, or killed within the fifth after a save of the fourth."""

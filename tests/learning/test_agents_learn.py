@@ -36,7 +36,7 @@ def test_the_plan_is_sound(config, tmp_path):
     assert "gen (on the host)" in done.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_short_run_improves(tmp_path):
     flags = [f"--config={REPOSITORY}/configs/agent.py", f"--config.run_dir={tmp_path}"]
     flags += SHORT.split()

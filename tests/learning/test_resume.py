@@ -18,7 +18,7 @@ from tiny_run import (
     assert_same_bits,
 )
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_run import TinyRun, assert_same_bits
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 # The decay of the first moment is a constant of the program.
 FEW = ("--config.total_steps=2", "--config.warmup=none", "--config.save_every=0")

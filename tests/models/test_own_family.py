@@ -65,7 +65,7 @@ def test_a_family_has_no_name_of_ours(tmp_path, registered, name):
     assert OwnFamily not in map(type, families.FAMILIES.values())
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_page_runs_from_a_folder_of_its_own(file):
     """Train, export, generate with the export, and train the export."""
     commands = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]

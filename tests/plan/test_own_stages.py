@@ -223,7 +223,7 @@ def test_a_model_of_the_users_takes_a_step_of_its_loss(tmp_path, loss, expected,
     assert int(after["cost"].step) == 1 and metrics["cost/grad_norm"] > 0
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_model_learns_on_a_mesh_what_it_learns_on_one_device(tmp_path, apart):
     config = in_micro_batches(learning(tmp_path, "regression", stages=("labels",)), 4)

@@ -165,7 +165,7 @@ def fill(file: Path, left: int) -> None:
     file.write_bytes(bytes(found.f_bavail * found.f_frsize - left))
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_run_on_a_full_disk_is_refused_and_one_that_fills_it_waits(small_disk, tmp_path):
     small = "--config.algorithm=grpo", "--config.warmup=null", "--config.data.val_tasks=[]"
     run = TinyRun(tmp_path / "run", *small, "--config.reward.timeout_s=60")

@@ -11,7 +11,7 @@ from tiny_run import TOTAL_STEPS, TinyRun, assert_same_bits
 
 from jaxrl_llm.launch.main import run as run_command
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 
 def damage(checkpoint: Path) -> Path:

@@ -12,7 +12,7 @@ import jaxrl_llm as rl
 from jaxrl_llm.checkpoint.soundness import UselessWeights
 from jaxrl_llm.trainer.run import saves_first
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 
 def config(folder: Path) -> rl.Config:

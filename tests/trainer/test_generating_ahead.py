@@ -23,7 +23,7 @@ from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 STEPS = 4
 APART = {"placement.rollout": "1"}

@@ -12,7 +12,7 @@ from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.models.config import QwenVision
 from jaxrl_llm.trainer.loop import train
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 # 48 x 48 pixels are nine tokens, in windows of four.
 QWEN = {

@@ -31,7 +31,7 @@ from jaxrl_llm.plan.weights import first_adapters, load_params
 from jaxrl_llm.trainer import states
 from jaxrl_llm.trainer.loop import train
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 GRPO = {
     "algorithm": '{"kind": "grpo"}',

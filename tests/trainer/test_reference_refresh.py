@@ -53,7 +53,7 @@ def test_a_resume_has_the_same_bits(tmp_path, whole, step):
     assert_same_bits(again.weights(5), whole.weights(5))
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, whole):
     words = [f"--config.{name}={value}" for name, value in (SMALL | FLAGS).items()]
     again = TinyRun(tmp_path, *words)

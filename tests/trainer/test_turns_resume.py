@@ -11,7 +11,7 @@ from trainer.test_conversing import ROWS, SIZES
 
 import jaxrl_llm as rl
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.nightly
 
 # The environment kills the trainer in the middle of the third turn of a sample, once, when the step
 # that the file `kill` names has begun.

@@ -514,6 +514,7 @@ def open_run(
                 undone=undone,
             )
             stack.push(run.ends)
+            watch.note_end = run.starts.end
             if last:
                 output.message(f"start {run.starts.number} of this run; the last one ended: {last}")
         # A warm-up is kept by the save before the first step.

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.config.placement import Device, devices_of_roles, nodes_of
+from jaxrl_llm.config.placement import ROLLOUT, Device, devices_of_roles, nodes_of
 
 
 def numbers_of_roles(config: Config, nodes: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
@@ -16,7 +16,7 @@ def numbers_of_roles(config: Config, nodes: Sequence[Sequence[int]]) -> dict[str
         nodes of this launch, or a node that no role uses.
     """
     if config.placement and len(nodes) > 1:
-        _check_ahead(config, len(nodes))
+        _check_sessions(config, len(nodes))
     _check_launch(config, [len(own) for own in nodes])
     numbers_of = {
         role: tuple(_number(role, device, nodes) for device in devices)
@@ -45,15 +45,20 @@ def sizes_of_nodes(config: Config) -> list[int]:
     return [most + 1] * (last + 1)
 
 
-def _check_ahead(config: Config, processes: int) -> None:
-    """Batches ahead of time must be exchanged in one order."""
-    parts, filtered = config.partial_rollouts, config.rollout.filter_groups.enable
-    if parts or (config.max_staleness and filtered):
-        key = f"partial_rollouts={parts}" if parts else "rollout.filter_groups.enable"
-        raise ConfigError(
-            f"config.{key} does not work with config.max_staleness and roles placed on {processes} "
-            "processes; leave it out"
-        )
+def _check_sessions(config: Config, processes: int) -> None:
+    """Each process drives engines on its own devices, for samples of the actor's devices there."""
+    rollout = config.rollout
+    turns = rollout.tools or rollout.environment or rollout.program
+    apart = ROLLOUT in devices_of_roles(config)
+    for key, is_set in {
+        "partial_rollouts": config.partial_rollouts,
+        "rollout.tools, environment and program": apart and turns,
+    }.items():
+        if is_set:
+            raise ConfigError(
+                f"config.{key}: roles placed on {processes} processes do not work with it yet; "
+                "leave it out, or place roles within one process"
+            )
 
 
 def _check_launch(config: Config, started: Sequence[int]) -> None:

@@ -59,17 +59,6 @@ from jaxrl_llm.models.media import Images
 FEWEST_WITHOUT_TRITON = 128
 
 
-class ContinuedResponses(NamedTuple):
-    """Responses [N, S, R] that were cut before, with the fields of `GenerationOutput`."""
-
-    tokens: jax.Array
-    lengths: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
-    routes: jax.Array | None
-    kept: jax.Array | None
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
@@ -94,19 +83,17 @@ class GenerationOutput:
     # The ids of the tokens that filters kept, int32 [N, R, K]; -1 for no token. None unless
     # `record_kept` and a filter is on.
     kept: jax.Array | None = None
-    continued: ContinuedResponses | None = None  # see `generate_on_mesh`
     turns: TurnRecord | None = None  # turns with an environment in the program
 
 
 class Samples(NamedTuple):
-    """Samples to generate, as `generate` takes them; of `generate_on_mesh` also [N, S, ...]."""
+    """Samples to generate, as `generate` takes them."""
 
     prompts: jax.Array
     lengths: jax.Array
     sample_ids: jax.Array
-    seed_keys: Any  # one key for all, or one each
+    seed_key: jax.Array
     limits: jax.Array
-    begun: jax.Array | None
     numbers: jax.Array | None = None  # numbers of the rows for `settings.turns`, [N, K]
     images: Images | None = None
 
@@ -133,21 +120,16 @@ def generate(
     settings: GenerationSettings,
     *,
     limits_N: jax.Array | None = None,
-    begun_N: jax.Array | None = None,
-    num_continued: int = 0,
     heads: HeadAxes | None = None,
     numbers_NK: jax.Array | None = None,
     images: Images | None = None,
 ) -> GenerationOutput:
     """Answer every prompt, on one device or on one replica of a mesh. Pure; call it inside jit.
 
-    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `begun_N`
-    counts the tokens of the response that a prompt ends with. A response that was cut goes on with
-    the random numbers that it would have had. The first `num_continued` rows are groups of one, the
-    others of `settings.group`. So continued responses share slots with new ones. `seed_key` may
-    have a key for each row. `heads` are the mesh axes that split attention heads, where the caller
-    left some automatic (`generate_on_mesh` does). `numbers_NK` are numbers of the rows, for the
-    environment of `settings.turns`.
+    `limits_N` (int32 tokens) ends single responses before `sampling.max_new_tokens`. `heads` are
+    the mesh axes that split attention heads, where the caller left some automatic
+    (`generate_on_mesh` does). `numbers_NK` are numbers of the rows, for the environment of
+    `settings.turns`.
 
     Requires: prompts are padded on the right; a row of length 0 is padding and gets no response.
         The rows of a group hold the same prompt, or all of them are padding. Each limit is at
@@ -164,8 +146,6 @@ def generate(
         seed_key,
         settings,
         limits_N=limits_N,
-        begun_N=begun_N,
-        num_continued=num_continued,
         heads=heads,
         numbers_NK=numbers_NK,
         images=images,
@@ -335,8 +315,6 @@ def _engine(
     settings: GenerationSettings,
     *,
     limits_N: jax.Array | None = None,
-    begun_N: jax.Array | None = None,
-    num_continued: int = 0,
     heads: HeadAxes | None = None,
     images: Images | None = None,
     in_generation_form: bool = False,
@@ -355,7 +333,6 @@ def _engine(
         settings,
         prompts_NP,
         prefill_implementation(settings.attention, dtype, spec.config),
-        num_continued,
     )
     align = 1 if settings.strict is None else settings.strict.align
     cache_dtype = dtype if settings.quantization == "none" else FLOAT8
@@ -373,10 +350,8 @@ def _engine(
         prompt_lengths_N,
         sample_ids_N,
         limits_N,
-        begun_N,
         max_new_tokens=max_new_tokens,
         group=sizes.group,
-        num_continued=num_continued,
         prefill=sizes.prefill,
         align=align,
         strings=settings.sampling.stop_strings,
@@ -438,8 +413,6 @@ def generate_on_mesh(
     layout: Layout,
     stored: Layout | None = None,
     limits_N: jax.Array | None = None,
-    begun_N: jax.Array | None = None,
-    continued: Samples | None = None,
     numbers_NK: jax.Array | None = None,
     images: Images | None = None,
 ) -> GenerationOutput:
@@ -450,9 +423,6 @@ def generate_on_mesh(
     cache and runs its own number of steps. The loops contain no collectives except those over the
     axes of the heads. If two replicas share a group, both compute its prompt. Call it inside
     jit.
-
-    `continued` are responses that were cut: [N, S, ...] arrays, S of them for each prompt. They
-    take slots first. The field `continued` of the result has them. The counters include both kinds.
 
     Requires: the replicas divide the number of prompts.
     """
@@ -473,72 +443,41 @@ def generate_on_mesh(
     mixed = split and spec.config.mixture is not None
     experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
 
-    def one_replica(params: Any, new: Samples, continued: Samples | None) -> GenerationOutput:
-        every, number = _joined(continued, new)
+    def one_replica(params: Any, samples: Samples) -> GenerationOutput:
         with experts.for_layers() if experts else nullcontext():
             output = generate(
                 spec,
                 params,
-                every.prompts,
-                every.lengths,
-                every.sample_ids,
-                every.seed_keys,
+                samples.prompts,
+                samples.lengths,
+                samples.sample_ids,
+                samples.seed_key,
                 settings,
-                limits_N=every.limits,
-                begun_N=every.begun,
-                num_continued=number,
+                limits_N=samples.limits,
                 heads=_head_axes(spec.config, group, layout) if split else None,
-                numbers_NK=every.numbers,
-                images=every.images,
+                numbers_NK=samples.numbers,
+                images=samples.images,
             )
-        output = jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
-        return _parted(output, continued)
+        return jax.tree.map(lambda x: x[None] if x.ndim == 0 else x, output)
 
     rows, whole = PartitionSpec(layout.axes("batch")), PartitionSpec()
-    new = Samples(
-        *(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N, begun_N),
+    samples = Samples(
+        *(prompts_NP, prompt_lengths_N, sample_ids_N, seed_key, limits_N),
         numbers=numbers_NK,
         images=images,
     )
     each: Any = rows
-    new_specs = jax.tree.map(lambda _: each, new)._replace(seed_keys=whole)
+    specs = jax.tree.map(lambda _: each, samples)._replace(seed_key=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
     manual = layout.axes("batch") if split else layout.mesh.axis_names
     return jax.shard_map(
         one_replica,
         mesh=layout.mesh,
-        in_specs=(whole, new_specs, rows),
+        in_specs=(whole, specs),
         out_specs=rows,
         axis_names=set(manual),
         check_vma=False,  # trip counts differ by replica, so the carries' types would not agree
-    )(params, new, continued)
-
-
-def _joined(continued: Samples | None, new: Samples) -> tuple[Samples, int]:
-    """All rows of a replica, the continued ones first, and the number of these."""
-    if continued is None:
-        return new, 0
-    before = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), continued)
-    number, width = before.prompts.shape
-    keys = jnp.broadcast_to(new.seed_keys, new.lengths.shape)
-    begun = jnp.zeros_like(new.lengths) if new.begun is None else new.begun
-    prompts = jnp.pad(new.prompts, ((0, 0), (0, width - new.prompts.shape[1])))
-    after = new._replace(prompts=prompts, seed_keys=keys, begun=begun)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), before, after), number
-
-
-def _parted(output: GenerationOutput, continued: Samples | None) -> GenerationOutput:
-    """The output with the continued responses in a field of their own, in their shape."""
-    if continued is None:
-        return output
-    shape = continued.lengths.shape
-    number = shape[0] * shape[1]
-    every = ContinuedResponses(
-        output.tokens, output.lengths, output.mask, output.logprobs, output.routes, output.kept
-    )
-    before = jax.tree.map(lambda x: x[:number].reshape(*shape, *x.shape[1:]), every)
-    after = jax.tree.map(lambda x: x[number:], every)._asdict()
-    return replace(output, **after, finished=output.finished[number:], continued=before)
+    )(params, samples)
 
 
 def _head_axes(config: ModelConfig, group: tuple[str, ...], layout: Layout) -> HeadAxes:

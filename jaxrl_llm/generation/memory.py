@@ -52,7 +52,6 @@ class Replica:
     samples: int  # rows of prompts
     width: int  # tokens of a row
     live: int = 0  # rows that hold a prompt; 0: all
-    num_continued: int = 0  # first rows, which continue responses that were cut
 
 
 def fitted(settings: GenerationSettings, replica: Replica, memory: float) -> GenerationSettings:
@@ -123,14 +122,12 @@ def _numbers_of_slots(most: int) -> Iterator[int]:
 
 def _sizes(settings: GenerationSettings, replica: Replica) -> tuple[EngineSizes, PageSizes]:
     """The sizes of the engine's arrays."""
-    new = replica.samples - replica.num_continued
-    settings = replace(settings, group=math.gcd(settings.group, new))
+    settings = replace(settings, group=math.gcd(settings.group, replica.samples))
     config, dtype = replica.config, jnp.dtype(replica.dtype)
     sizes = engine_sizes(
         settings,
         jax.ShapeDtypeStruct((replica.samples, replica.width), jnp.int32),
         prefill_implementation(settings.attention, dtype, config),
-        replica.num_continued,
     )
     longest = settings.sampling.max_new_tokens
     cache_dtype = jnp.dtype(FLOAT8) if settings.quantization == "float8" else dtype

@@ -186,24 +186,28 @@ class Engine:
         sample_id: int,
         sampling: Sampling | None = None,
         beginning: Beginning | None = None,
+        response: Seq[int] = (),
     ) -> Sequence:
         """A new sequence, whose first turn has at most `limit` sampled ids.
+
+        It goes on after `response`, which older weights sampled; those ids count as given.
 
         The id at place i of the response, appended ids counted, is drawn with the key
         fold_in(fold_in(`seed_key`, `sample_id`), i). `beginning` was made of the same prompt.
 
         Raises: ValueError for a prompt that leaves no room.
         """
-        if not 0 < len(prompt) < self.settings.max_context:
+        given = [*prompt, *response]
+        if not prompt or len(given) >= self.settings.max_context:
             raise ValueError(
-                f"the prompt has {len(prompt)} ids, and a sequence at most "
+                f"the prompt has {len(given)} ids, and a sequence at most "
                 f"{self.settings.max_context}"
             )
         shared = beginning if beginning is not None and beginning.tokens else None
         sequence = Sequence(
-            tokens=list(prompt),
-            sampled=[False] * len(prompt),
-            logprobs=[0.0] * len(prompt),
+            tokens=given,
+            sampled=[False] * len(given),
+            logprobs=[0.0] * len(given),
             num_prompt=len(prompt),
             seed_key=np.asarray(seed_key, np.uint32),
             sample_id=sample_id,

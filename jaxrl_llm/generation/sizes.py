@@ -32,13 +32,12 @@ def engine_sizes(
     settings: GenerationSettings,
     prompts_NP: jax.Array | jax.ShapeDtypeStruct,
     prefill_attention: Implementation,
-    num_continued: int = 0,
 ) -> EngineSizes:
-    """Sizes for these prompts. The first `num_continued` have no group."""
+    """Sizes for these prompts."""
     num_samples, width = prompts_NP.shape
     group, prefill = settings.group, settings.prefill
-    assert (num_samples - num_continued) % group == 0, (num_samples, num_continued, group)
-    num_groups = num_continued + (num_samples - num_continued) // group
+    assert num_samples % group == 0, (num_samples, group)
+    num_groups = num_samples // group
     slots = slots_of(settings, num_samples)
     if settings.strict is not None:
         width = -(-width // settings.strict.align) * settings.strict.align

@@ -50,6 +50,10 @@ class StopStrings:
         """The state once a string is complete."""
         return len(self.next_SC) - 1
 
+    def after(self, state: int, token: int) -> int:
+        """The state after one more token, on the host."""
+        return int(self.next_SC[state, self.class_of_V[min(token, len(self.class_of_V) - 1)]])
+
     def step(self, states_N: jax.Array, tokens_N: jax.Array) -> jax.Array:
         """The states after one more token; int32 [N]."""
         known_N = jnp.minimum(tokens_N, len(self.class_of_V) - 1)

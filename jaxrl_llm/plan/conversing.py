@@ -9,7 +9,7 @@ Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L l
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +24,22 @@ from jaxrl_llm.agents.trajectory import Trajectory, Turn
 from jaxrl_llm.checkpoint.identity import file_digests
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.multihost import gather_objects
-from jaxrl_llm.distributed.reshard import to_layout
-from jaxrl_llm.distributed.sharding import replicated, shardings
-from jaxrl_llm.generation.engine import generation_form
-from jaxrl_llm.generation.engine_group import EngineGroup, engines_on
 from jaxrl_llm.generation.sequence import Sequence as Sampled
-from jaxrl_llm.generation.session import EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.generation.slots import no_kept, no_routes
-from jaxrl_llm.learner.rows import KEPT, ROUTES
-from jaxrl_llm.learner.train_state import params_of
-from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.plan.generating import SAMPLED, Generation
-from jaxrl_llm.plan.roles import Role, sampling_model
+from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.scores import ENVIRONMENT
+from jaxrl_llm.plan.sessions import (
+    Answer,
+    Sessions,
+    blank_fields,
+    check_sessions,
+    kept_of,
+    routes_of,
+    seed_words,
+    shared_roles,
+    write_answer,
+)
 from jaxrl_llm.program.stage import HOST, Stage, StageOutput, StepContext
 from jaxrl_llm.rewards.manager import RewardFailure
 from jaxrl_llm.tokenizer import Tokenizer
@@ -47,25 +49,21 @@ if TYPE_CHECKING:
     from jaxrl_llm.server.programs import Programs
 
 PROMPTS = ("prompts", "prompt_lengths")
+TURN_KEYS = "config.rollout.tools, environment and program"
 TURN_IDS, STATE_KEYS = "turn_ids", "state_keys"
 
 
 @dataclass(eq=False)
 class Conversations:
-    """The tools and environments of a run, and the programs that form its weights."""
+    """The tools and environments of a run, and the engines that answer."""
 
     config: Config
     tokenizer: Tokenizer
     driver: "Driver | Programs"
     # Entered while tools, environments and programs are waited for: a stop request ends that.
     host_work: Callable[[], AbstractContextManager[None]]
-    _forms: dict[Any, Any] = field(default_factory=dict)
+    sessions: Sessions
     _saved: int = 0  # step of the last checkpoint that was begun
-
-    @property
-    def max_context(self) -> int:
-        """Most ids of a sequence."""
-        return self.config.data.max_row_length
 
     def saved(self, step: int) -> None:
         """A checkpoint is being written; until it is there, a resume takes the one before."""
@@ -82,9 +80,20 @@ class Conversations:
     ) -> tuple[list[Trajectory], dict[int, Sampled], dict[str, float]]:
         """The trajectories of `samples`, in their order; their sequences by sample id; counts.
 
-        `settings` are for one device. The engines' memory is free again afterwards.
+        The engines' memory is free again afterwards.
         """
-        engines = self._engines(role, state, samples, settings, dtype)
+        plain = any(sample.prompt.messages is None for sample in samples)
+        own_stops = self.config.rollout.stop_token_ids
+        engines = self.sessions.open(
+            role,
+            state,
+            settings,
+            dtype,
+            rows=len(samples),
+            stop_ids=tuple(dict.fromkeys((*self.driver.stop_ids(plain=plain), *own_stops))),
+            # Programs write prompts of their own, so each sequence has its prompt in its pages.
+            shares=isinstance(self.driver, Driver),
+        )
         try:
             with self.host_work():
                 trajectories = self.driver.run(engines, samples)
@@ -95,74 +104,6 @@ class Conversations:
             )
         finally:
             engines.close()
-
-    def _engines(
-        self,
-        role: Role,
-        state: Any,
-        samples: Sequence[Sample],
-        settings: GenerationSettings,
-        dtype: str,
-    ) -> EngineGroup:
-        spec, params = self._formed(role, state, settings, dtype)
-        devices = [d for d in role.mesh.devices.flat if d.process_index == jax.process_index()]
-        data, group = self.config.data, settings.group
-        # Programs write prompts of their own, so each sequence has its prompt in its pages.
-        shares = isinstance(self.driver, Driver)
-        rows = max(1, -(-len(samples) // len(devices)))
-        slots = min(settings.num_slots or rows, rows)
-        plain = any(sample.prompt.messages is None for sample in samples)
-        own_stops = self.config.rollout.stop_token_ids
-        return engines_on(
-            spec,
-            params,
-            EngineSettings(
-                max_context=self.max_context,
-                num_slots=slots,
-                cache_tokens=settings.cache_tokens,
-                stop_ids=tuple(
-                    {**dict.fromkeys(self.driver.stop_ids(plain=plain)), **dict.fromkeys(own_stops)}
-                ),
-                sampling=settings.sampling,
-                num_beginnings=max(1, -(-slots // group) + 1) if shares else 0,
-                beginning_tokens=data.max_prompt_length if shares else 0,
-                group=group,
-                quantization=settings.quantization,
-                in_generation_form=True,
-                attention=settings.attention,
-                record_routes=settings.record_routes,
-                record_kept=settings.record_kept,
-            ),
-            devices,
-        )
-
-    def _formed(
-        self, role: Role, state: Any, settings: GenerationSettings, dtype: str
-    ) -> tuple[ModelSpec, Any]:
-        """The model in generation form, whole on each device."""
-        key = role.name, role.spec, settings.quantization, dtype
-        if key not in self._forms:
-            made = []
-
-            def form(params: Any) -> Any:
-                spec, params = sampling_model(role.spec, params, dtype)
-                before, after = (
-                    shardings(spec.axes, spec.params, each.mesh, each.rules)
-                    for each in (role.layout, role.generation)
-                )
-                params = to_layout(params, before, after)
-                quantization = settings.quantization
-                spec, params = generation_form(
-                    spec.of_dtype(dtype), params, quantization, split=False
-                )
-                made.append(spec)
-                return params
-
-            program = jax.jit(form, out_shardings=replicated(role.mesh))
-            jax.eval_shape(form, params_of(state))
-            self._forms[key] = made[0], program
-        spec, program = self._forms[key]
-        return spec, program(params_of(state))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,7 +128,7 @@ class Converse(Stage):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        return (self.model.name, *((self.model.base,) if self.model.base else ()))
+        return shared_roles(self.model)
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -200,23 +141,14 @@ class Converse(Stage):
     def _blank(self, rows: int) -> dict[str, Any]:
         """Empty samples."""
         P, R = self.prompt, self.response
-        config = self.model.spec.config
-        blank: dict[str, Any] = {
+        return {
             "prompts": jnp.full((rows, P), self.pad_id, jnp.int32),
             "prompt_lengths": jnp.zeros((rows,), jnp.int32),
-            "responses": jnp.full((rows, R), self.pad_id, jnp.int32),
-            "response_lengths": jnp.zeros((rows,), jnp.int32),
-            "mask": jnp.zeros((rows, R), jnp.float32),
-            "rollout_logprobs": jnp.zeros((rows, R), jnp.float32),
             TURN_IDS: jnp.full((rows, R), -1, jnp.int32),
             STATE_KEYS: jnp.zeros((rows, R), jnp.int32),
-        }
-        if self.how.settings.record_routes:
-            blank[ROUTES] = no_routes(config, rows, P + R)
-        if self.how.settings.record_kept:
-            most = self.how.settings.sampling.num_kept(config.vocab_size)
-            blank[KEPT] = no_kept(rows, R, most)
-        return blank
+        } | blank_fields(
+            self.model, self.how.settings, rows, prompt=P, response=R, pad_id=self.pad_id
+        )
 
     def __call__(
         self,
@@ -228,7 +160,7 @@ class Converse(Stage):
         states: dict[str, Any],
     ) -> StageOutput:
         assert self.turns is not None
-        seed_key = np.asarray(jax.random.key_data(self.how.keys(jnp.int32(step))))
+        seed_key = seed_words(self.how, step)
         samples = [
             Sample(
                 prompt=prompt,
@@ -271,28 +203,21 @@ class Converse(Stage):
         writes["prompt_lengths"][row] = len(prompt)
         if prompt != trajectory.prompt_ids:  # it failed before it began
             return
-        length = len(trajectory.response_ids)
-        writes["responses"][row, :length] = trajectory.response_ids
-        writes["response_lengths"][row] = length
-        writes["mask"][row, :length] = trajectory.mask
-        writes["rollout_logprobs"][row, :length] = trajectory.logprobs[:length]
+        answer = Answer(
+            num_prompt=len(prompt),
+            tokens=trajectory.response_ids,
+            mask=trajectory.mask,
+            logprobs=trajectory.logprobs[: len(trajectory.response_ids)],
+            routes=None if sequence is None else routes_of(sequence),
+            kept={} if sequence is None else kept_of(sequence),
+        )
+        write_answer(writes, row, answer, prompt=self.prompt)
         before = 0  # end of the turn before
         for number, turn in enumerate(trajectory.turns):
             observed = trajectory.response_ids[before : turn.start]
             writes[TURN_IDS][row, turn.start : turn.end] = number
             writes[STATE_KEYS][row, turn.start : turn.end] = _state_key(turn, observed)
             before = turn.end
-        if sequence is None:
-            return
-        if ROUTES in writes:
-            routes = np.concatenate([*sequence.all_routes])[: len(prompt) + length - 1]
-            writes[ROUTES][row, : len(prompt)] = routes[: len(prompt)]
-            after = routes[len(prompt) :]
-            writes[ROUTES][row, self.prompt : self.prompt + len(after)] = after
-        if KEPT in writes:
-            for place, ids in sequence.kept.items():
-                if 0 <= (column := place - len(prompt)) < length:
-                    writes[KEPT][row, column] = ids
 
 
 def _state_key(turn: Turn, observed: Sequence[int]) -> int:
@@ -329,20 +254,15 @@ def check_turns(config: Config, sampler: Role, *, greedy: bool) -> None:
 
     `greedy`: the algorithm compares samples with a greedy answer.
     """
+    check_sessions(sampler, TURN_KEYS)
     refused = {
-        "config.partial_rollouts": config.partial_rollouts > 0,
-        "config.placement.rollout": sampler.name != "actor",
-        "config.mesh.generation.tensor": sampler.generation.size("mlp") > 1,
-        "config.rollout.stop": bool(config.rollout.stop),
-        "config.exact=strict": sampler.forward.strict is not None,
         f"config.algorithm={config.algorithm.label}": greedy,
+        "config.partial_rollouts": config.partial_rollouts > 0,
+        "config.rollout.stop": bool(config.rollout.stop),
     }
     for key, is_set in refused.items():
         if is_set:
-            raise ConfigError(
-                f"{key}: config.rollout.tools, environment and program do not work with it yet; "
-                "choose another value"
-            )
+            raise ConfigError(f"{key}: {TURN_KEYS} do not work with it yet; choose another value")
     if config.rollout.program is not None and sampler.spec.config.delta is not None:
         raise ConfigError(
             "config.rollout.program: this model has states, which do not work with it yet; take "
@@ -365,7 +285,8 @@ def open_conversations(
     if config.rollout.program is not None:
         from jaxrl_llm.server.programs import open_programs  # packages of the extra `serve`
 
-        return Conversations(config, tokenizer, open_programs(config, tokenizer), host_work)
+        driver = open_programs(config, tokenizer)
+        return Conversations(config, tokenizer, driver, host_work, Sessions(config))
     if not has_turns(config):
         return None
     if folder is not None:
@@ -379,7 +300,7 @@ def open_conversations(
         folder=folder,
         origin=f"{config.seed} {rollout.tools} {rollout.environment} {own}",
     )
-    return Conversations(config, tokenizer, driver, host_work)
+    return Conversations(config, tokenizer, driver, host_work, Sessions(config))
 
 
 def validation_samples(

@@ -198,6 +198,7 @@ def _why_not(config: c.Config) -> str:
     reasons = {
         "config.rollout.in_graph is false": not rollout.in_graph,
         "config.max_staleness lets the host generate ahead": config.max_staleness > 0,
+        "config.placement.rollout gives it other devices": "rollout" in config.placement,
         "config.rollout.tools are functions of the host": bool(rollout.tools),
         "config.reward.functions read what the host records": bool(reward.functions),
         "config.reward.model adds a score": reward.model is not None,

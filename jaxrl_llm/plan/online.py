@@ -27,7 +27,6 @@ from jaxrl_llm.plan.models import image_fields, stops_of
 from jaxrl_llm.plan.online_stages import (
     OnlineStages,
     collected_stages,
-    continuing_program,
     own_stages,
     rollout_dtype,
 )
@@ -203,7 +202,6 @@ class _Planner:
             epochs={s.role: s.sizes.num_epochs for s in stages if isinstance(s, Update)},
             controller=algorithm.kl_controller,
             collecting=collecting,
-            continuing=continuing_program(config, stages, make_program),
             filter_column=column,
         )
 

@@ -1,6 +1,6 @@
 """Which stages an iteration of online RL has, and which of them the source of batches runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from jaxrl_llm.algorithms.kl import with_steps
 from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.config import Config, ConfigError, ExtraModelConfig
 from jaxrl_llm.generation.memory import GB, fitted
-from jaxrl_llm.generation.partial_responses import ResponseParts
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import OwnLoss, PolicyLoss, ValueLoss
@@ -24,15 +23,10 @@ from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.conversing import Conversations, Converse, check_turns
 from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, plan
-from jaxrl_llm.plan.generating import (
-    ContinueResponses,
-    Generate,
-    GenerateGreedily,
-    Generation,
-    replica_of,
-)
+from jaxrl_llm.plan.generating import Generate, GenerateGreedily, Generation, replica_of
 from jaxrl_llm.plan.in_graph import BeginTurns, GenerateTurns, TokenTurns, TurnScores
 from jaxrl_llm.plan.models import media_fields
+from jaxrl_llm.plan.parts import GenerateInParts
 from jaxrl_llm.plan.roles import (
     TEACHER,
     Role,
@@ -51,9 +45,8 @@ from jaxrl_llm.plan.scores import (
     WeightedModel,
     score_stages,
 )
+from jaxrl_llm.plan.sessions import Sessions, check_sessions
 from jaxrl_llm.plan.stages import correction
-from jaxrl_llm.program.program import Program
-from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.program.stage import DEVICE, HOST, Stage
 from jaxrl_llm.references import call, check_settings, load, nearest
 from jaxrl_llm.types import INPUT_FIELDS
@@ -220,8 +213,8 @@ class OnlineStages:
         )
         prompts = -(-rows // n)
         options = how.compiler_options(sampler)
+        greedy = "greedy_scores" in field_names(self.algorithm.advantage)
         if has_turns(config):
-            greedy = "greedy_scores" in field_names(self.algorithm.advantage)
             check_turns(config, sampler, greedy=greedy)
         if self.token_turns is not None:
             how = replace(how, settings=self.token_turns.settings(how.settings))
@@ -237,17 +230,28 @@ class OnlineStages:
                 pad_id=self.pad_id,
             )
             return [converse]
+        if config.partial_rollouts:
+            check_sessions(sampler, "responses in parts (config.partial_rollouts)")
+            if greedy:
+                raise ConfigError(
+                    f"config.partial_rollouts={config.partial_rollouts}: config.algorithm="
+                    f"{config.algorithm.label} also needs a whole greedy answer to each prompt, "
+                    "which is not cut; take another algorithm, or --config.partial_rollouts=0"
+                )
+            in_parts = GenerateInParts(
+                model=sampler,
+                how=how,
+                sessions=Sessions(config),
+                prompt=config.data.max_prompt_length,
+                response=config.data.max_response_length,
+                pad_id=self.pad_id,
+            )
+            return [in_parts]
         greedy = replace(asked, sampling=replace(self.sampling, temperature=0.0), group=1)
         greedy = fitted(greedy, replace(replica, live=prompts), memory)
         greedy = replace(greedy, num_slots=greedy.num_slots or prompts)
         return [
-            Generate(
-                model=sampler,
-                how=how,
-                compiler_options=options,
-                parts=self.parts,
-                media=self._media,
-            ),
+            Generate(model=sampler, how=how, compiler_options=options, media=self._media),
             GenerateGreedily(
                 model=sampler,
                 how=replace(how, settings=greedy),
@@ -275,14 +279,6 @@ class OnlineStages:
     def masks(self) -> bool:
         """True where samples may be left out."""
         return self.sample_mask is not None
-
-    @property
-    def parts(self) -> ResponseParts | None:
-        """The parts of partial rollouts."""
-        config = self.config
-        if not config.partial_rollouts:
-            return None
-        return ResponseParts(max_staleness=config.max_staleness, tokens=config.partial_rollouts)
 
     @property
     def _kept(self) -> tuple[str, ...]:
@@ -421,31 +417,6 @@ def rollout_dtype(config: Config) -> str:
 
 
 # ------------------------------------------------------------------------- of the source of batches
-
-
-def continuing_program(
-    config: Config, planned: Sequence[Stage], make_program: Callable[..., Program]
-) -> Program | None:
-    """The program that goes on with responses that were cut; None without partial rollouts."""
-    if not config.partial_rollouts:
-        return None
-    for stage in planned:
-        if isinstance(stage, GenerateGreedily):
-            raise ConfigError(
-                f"config.partial_rollouts={config.partial_rollouts}: config.algorithm="
-                f"{config.algorithm.label} also needs a whole greedy answer to each prompt, which "
-                "is not cut; take another algorithm, or --config.partial_rollouts=0"
-            )
-    first = next(stage for stage in planned if isinstance(stage, Generate))
-    assert first.parts is not None
-    stage = ContinueResponses(
-        model=first.model,
-        how=first.how,
-        compiler_options=first.compiler_options,
-        parts=first.parts,
-    )
-    # Counted apart: it is compiled when a response is cut for the first time, in a later step.
-    return make_program([Segment(stages=(stage,))], supervised=True)
 
 
 def collected_stages(

@@ -23,9 +23,9 @@ from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.plan.dataflow import BatchFields
-from jaxrl_llm.plan.generating import ASKED, older_fields
 from jaxrl_llm.plan.models import ModelSource
 from jaxrl_llm.plan.offline_stages import HeldOut, HeldOutPairs, ReferenceTables
+from jaxrl_llm.plan.parts import GenerateInParts
 from jaxrl_llm.plan.reference import Refresh
 from jaxrl_llm.plan.roles import BASE, CRITIC_BASE, REFERENCE, Role
 from jaxrl_llm.plan.stages import KL_CONTROLLER
@@ -54,7 +54,6 @@ class Phase:
     # The program's first segments, if the source of batches runs them: dynamic sampling repeats
     # them, and generating ahead runs them in earlier steps.
     collecting: tuple[Segment, ...] = ()
-    continuing: Program | None = None  # program that goes on with responses that were cut
     filter_column: int | None = None  # column of reward_parts that filters; None for the score
 
     @property
@@ -87,9 +86,9 @@ class Phase:
         return [name for s in self.generating for stage in s.stages for name in stage.writes]
 
     @property
-    def continuing_reads(self) -> tuple[str, ...]:
-        """The fields of a batch whose responses go on."""
-        return (*ASKED, *self.generated)
+    def parts(self) -> GenerateInParts | None:
+        """The stage that generates responses in parts, with partial rollouts."""
+        return next((s for s in self.stages if isinstance(s, GenerateInParts)), None)
 
     def abstract_states(self) -> States:
         """Shapes and shardings of everything that the roles keep."""
@@ -121,20 +120,7 @@ class Phase:
         `compiles_first` also compiles the first program: see `Program.trace`.
         """
         states = self.abstract_states()
-        batch = self.program.trace(states, self.batch, compiles_first=compiles_first)
-        if self.continuing is not None:
-            older = [
-                {name: batch[name] for name in self.continuing_reads}
-            ] * self.config.max_staleness
-            steps = jax.ShapeDtypeStruct((len(older),), jnp.int32)
-            shapes = jax.eval_shape(older_fields, older, steps)
-            sharding = batch.prompts.sharding
-            fields = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-                for name, x in shapes.items()
-            }
-            self.continuing.trace(states, batch.replace(**fields))
-        return batch
+        return self.program.trace(states, self.batch, compiles_first=compiles_first)
 
     def begin_stored(self, start: Start) -> bool:
         """Begin to read the programs of a step that an earlier `start` kept; False without any."""

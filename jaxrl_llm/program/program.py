@@ -419,7 +419,8 @@ class Program:
         rows = self.host_rows(jax.tree.leaves(now.batch)[0].shape[0])
         fields = fetch_rows({name: now.batch[name] for name in stage.reads}, rows)
         if stage.shares:
-            fields["states"] = {name: now.states[name] for name in stage.shares}
+            states = now.states | self.follow(stage.shares, now.states, now.timer, now.metrics)
+            fields["states"] = {name: states[name] for name in stage.shares}
         output = stage(context, now.step, **fields)
         stage.check(output, len(rows.owned))
         if self.is_spread and rows.shared:

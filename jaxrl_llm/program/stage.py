@@ -155,6 +155,7 @@ class StepContext:
     first_sample: int = 0  # samples of this step before these, where a step generates repeatedly
     completions: list[Completion] = field(default_factory=list)  # one an owned row
     trajectories: list[Trajectory] = field(default_factory=list)  # likewise, of several turns
+    responses: list[Any] = field(default_factory=list)  # likewise, `parts.Response` so far
     reward: RewardResult | None = None  # scores of `completions`
 
     def prompts_of(self, rows: np.ndarray) -> list[Prompt]:

@@ -59,7 +59,7 @@ from jaxrl_llm.trainer.batches import (
 )
 from jaxrl_llm.trainer.clock import Clock, Progress
 from jaxrl_llm.trainer.data import RunData, open_plan_and_data
-from jaxrl_llm.trainer.generating_ahead import AheadBatches, AheadFilteredBatches, kept_sizes
+from jaxrl_llm.trainer.executor import AheadBatches, AheadFilteredBatches, kept_sizes
 from jaxrl_llm.trainer.output import (
     RunOutput,
     RunTotals,
@@ -122,8 +122,7 @@ class Run:
     def trainings(self) -> Iterator[Training]:
         """The supervised trainings that a new run begins with, then the run's own steps."""
         # What a checkpoint holds of generation ahead, at most.
-        number = self.config.max_staleness + bool(self.config.partial_rollouts)
-        ahead = [(step, 1) for step in range(1, number + 1)]
+        ahead = [(step, 1) for step in range(1, self.config.max_staleness + 1)]
         check_space(self.run_dir, bytes_of(self.plan.abstract_states(ahead)))
         self._say_what_it_is()
         resume = self.resume
@@ -158,7 +157,7 @@ class Run:
             self._save_once(states)
         self.totals = RunTotals(**loop_state["totals"])
         self.bell.alarms.restore(loop_state.get("alarms", {}))
-        if loop_state.get(AHEAD) and not kept_sizes(loop_state, self.config):
+        if loop_state["step"] and loop_state.get(AHEAD) and not kept_sizes(loop_state, self.config):
             self.output.message(
                 "what was generated ahead is generated again: it is of another "
                 "config.max_staleness, config.partial_rollouts, config.rollout.filter_groups, "

@@ -25,15 +25,13 @@ from jaxrl_llm.estimate.automatic import automatic, best_placements, shares
 from jaxrl_llm.estimate.compiled import RealPrograms, with_compiled
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import estimate, placed
-from jaxrl_llm.estimate.memory import replica_in, saved_bytes
+from jaxrl_llm.estimate.memory import saved_bytes
 from jaxrl_llm.estimate.packing import Rows, rows_of
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.search import _meshes, best_layouts
 from jaxrl_llm.estimate.seconds import _decoding
 from jaxrl_llm.estimate.traffic import switch_bytes, switch_traffic, update_traffic
 from jaxrl_llm.estimate.work import Samples, work_of
-from jaxrl_llm.generation.engine import begin
-from jaxrl_llm.generation.memory import cache_bytes
 from jaxrl_llm.launch import commands
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.decoder import Block, rematerialised
@@ -280,25 +278,6 @@ def test_packed_rows_hold_a_prompt_once_and_count_visible_pairs():
     assert rows.pairs == 2 * 8**2 / 2 + 3 * (8 * 8 + 8**2 / 2) + 8 * 4 + 4**2 / 2
     alone = rows_of(work.actor, samples, share_prompts=False)
     assert alone.micro_batches == 2 and alone.pairs == rows.pairs + 2 * 8**2 / 2
-
-
-def test_a_response_that_goes_on_takes_the_cache_of_the_engine():
-    config = tiny(c.GRPO(), max_staleness=2, partial_rollouts=3)
-    work = work_of(config)
-    assert work.settings is not None
-    spec = model_spec(work.actor.config)
-    settings = replace(work.settings, num_slots=64)
-    rows, key = jnp.zeros((3 * 64, 8 + 8), jnp.int32), jax.random.key(0)  # two batches go on
-    ones = jnp.ones(3 * 64, jnp.int32)
-    arguments = (rows, ones, ones, key, settings)
-    state = jax.eval_shape(
-        lambda params: begin(spec, params, *arguments, num_continued=2 * 64), spec.params
-    )
-    real = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
-    replica = replica_in(work, Devices(mesh=config.mesh, hosts=1, rates=H200))
-    assert cache_bytes(settings, replica) == real
-    whole = replace(replica, samples=64, width=8, num_continued=0)
-    assert cache_bytes(settings, whole) < real
 
 
 def collectives(jaxpr) -> float:

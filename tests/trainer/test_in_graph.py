@@ -139,6 +139,7 @@ def test_what_a_class_of_tokens_does_not_go_with(tmp_path, countdown):
         "reward.functions": ["exact_answer"],
         "rollout.tools": ["calculator"],
         "max_staleness": 1,
+        "placement.rollout": "1",
         "rollout.in_graph": False,
     }
     for key, value in refused.items():

@@ -1,18 +1,17 @@
 """Sources of batches that are generated before their step, by an older policy.
 
-The batch of step t comes from the policy after max(0, t - 1 - s) updates, where s is
-`max_staleness`. Which policy that is depends on the step only, not on the clock, so a run has the
-same bits each time.
+`schedule.py` says which policy generates which batch. This file does it, and keeps the batches
+until their steps.
 
 - If the rollout has its own devices, it generates in a thread while the other devices update.
 - On one group of devices, generation comes before the updates of a step. Only the host overlaps:
   reward functions grade the batches ahead in a thread, while the devices work.
-- With partial rollouts a response is generated in parts, by successive policies
-  (`generation/partial_responses.py`). The next batch begins in the same call.
-- With dynamic sampling, all rounds of a batch come from one policy.
-- With several processes, all must enter their exchanges in the same order. So the main thread moves
-  fields and weights: a batch reaches the actor before the next weights leave it. A step grades its
-  own batch.
+- With partial rollouts, all batches of a line of the schedule are generated in one call
+  (`plan/parts.py`).
+- With dynamic sampling, a batch has several rounds, all of one policy.
+- With several processes and a rollout of its own, all must enter their exchanges in the same order.
+  So the thread runs a round, and the main thread moves fields and weights and grades: a batch is
+  whole before the next weights leave the actor.
 
 A checkpoint holds what was generated, also unfinished responses. After a resume the loader draws
 the prompts again, and the host grades them again.
@@ -20,7 +19,7 @@ the prompts again, and the host grades them again.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -28,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm.agents.setup import has_turns
 from jaxrl_llm.agents.trajectory import restored, without_ids
@@ -36,21 +34,17 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.distributed import transfer
 from jaxrl_llm.distributed.multihost import fetch, fetch_rows, gather_objects, place_held
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.generation.partial_responses import NO_VERSION
-from jaxrl_llm.generation.slots import no_kept, no_routes
-from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.observability.timing import Timer
-from jaxrl_llm.plan.generating import ASKED, CONTINUED, OLDER, UNFINISHED, older_fields
-from jaxrl_llm.plan.plan import AHEAD, Phase
+from jaxrl_llm.plan.parts import Part
+from jaxrl_llm.plan.plan import AHEAD
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE
 from jaxrl_llm.program.program import MOVED
 from jaxrl_llm.program.stage import States, StepContext
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.trainer.batches import GroupFilter, PromptBatches, means_of, moved_metric
+from jaxrl_llm.trainer.schedule import Work, work_of_step
 
 WAITING_FOR_ROLLOUT = "rollout_wait"  # until a batch that is generated ahead is there
-# Metrics of the parts of a batch that are added up.
-COUNTS = ("rollout/decode_steps", "rollout/prefills", MOVED)
 Graded = tuple[Any, dict[str, Any]]  # a batch, and the metrics of grading it
 
 
@@ -63,14 +57,10 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of generation
     grading: dict[str, Any] = field(default_factory=dict)  # metrics of grading
 
-    def add(self, batch: Any, metrics: Mapping[str, Any]) -> int:
-        """Take in what a part of generation wrote; how many responses are unfinished."""
+    def take(self, batch: Any, metrics: Mapping[str, Any]) -> None:
+        """Take in what was generated."""
         self.batch = batch
-        new = {name: float(value) for name, value in fetch(dict(metrics)).items()}
-        unfinished = int(new.pop(UNFINISHED, 0))
-        counted = {name: self.metrics.get(name, 0.0) + new[name] for name in COUNTS if name in new}
-        self.metrics = new | self.metrics | counted
-        return unfinished
+        self.metrics |= {name: float(value) for name, value in fetch(dict(metrics)).items()}
 
 
 @dataclass(kw_only=True)
@@ -78,7 +68,7 @@ class Ahead:
     """A batch that is made before its step."""
 
     step: int
-    version: int  # last policy that generates for it
+    begun: int  # policy that begins it
     epoch: int = 0  # epoch of the loader after its prompts
     loader: Any = None  # dynamic sampling: the loader's state before its prompts
     rounds: list[Round] = field(default_factory=list)  # one without dynamic sampling
@@ -97,10 +87,11 @@ class Ahead:
 
 @dataclass(frozen=True, kw_only=True)
 class UnderWay:
-    """A batch that a thread generates on devices of other processes."""
+    """A round that a thread generates on devices of other processes."""
 
     each: Ahead
-    iteration: Phase
+    one: Round
+    weights: States
     gigabytes: float  # size of the fields that moved to the rollout
     timer: Timer
     generated: "Future[tuple[States, Any, dict[str, Any]]]"
@@ -142,8 +133,7 @@ class AheadBatches(PromptBatches):
     _ahead: deque[Ahead] = field(default_factory=deque)
     _current: Ahead | None = None
     _metrics: dict[str, Any] = field(default_factory=dict)
-    _under_way: UnderWay | None = None  # with groups on several processes
-    _saving: Timer = field(default_factory=Timer)  # times of what `saved` generated
+    _under_way: UnderWay | None = None  # with a rollout of its own on several processes
     # The thread that grades; None with several processes: each step grades its own batch.
     _host: ThreadPoolExecutor | None = field(init=False)
     # The thread that generates; None on one group, where the main thread does.
@@ -152,27 +142,24 @@ class AheadBatches(PromptBatches):
     def __post_init__(self) -> None:
         # Made here, not where they are first used: both threads may come there at the same time.
         self._host = ThreadPoolExecutor(1, "grading") if jax.process_count() == 1 else None
-        stages = [stage for segment in self.plan.at(1).generating for stage in segment.stages]
-        apart = any(stage.role == ROLLOUT_ROLE for stage in stages)
-        self._worker = ThreadPoolExecutor(1, "rollout") if apart else None
+        roles = {role for segment in self.plan.at(1).generating for role in segment.roles}
+        self._worker = ThreadPoolExecutor(1, "rollout") if ROLLOUT_ROLE in roles else None
 
     @property
     def epoch(self) -> int:
         return self.loader.epoch if self._current is None else self._current.epoch
 
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
-        self._fill(step - 1, step + self.plan.config.max_staleness, states, timer)
+        self._run(step, states, timer)
         first = self._current = self._ahead.popleft()
         with timer(WAITING_FOR_ROLLOUT):
             first.generated.result()
-        if self._host is None:
+        if self._host is None and not first.graded.done():
             self._grade(first)
         with timer(WAITING_FOR_ROLLOUT), host_work():
             batch, metrics = first.graded.result()
-        saving, self._saving = self._saving, Timer()
-        for each in (first.timer, saving):
-            for name, seconds in each.timings().items():
-                timer.add(name, seconds)
+        for name, seconds in first.timer.timings().items():
+            timer.add(name, seconds)
         self._metrics |= metrics | self._staleness(first, batch)
         return batch, first.rounds[0].context
 
@@ -186,17 +173,16 @@ class AheadBatches(PromptBatches):
 
     def saved(self, step: int, states: States) -> tuple[dict[str, Any], States]:
         started = time.perf_counter()
-        if step == 0:
-            self._fill(0, self.plan.config.max_staleness, states, self._saving)
-        # Later the next step lets this policy do its part, here or in a run that goes on: what it
-        # would generate now is of no use to a run that ends.
-        self._take_over(self._saving)
+        # The policy after `step` updates does its work in the next step, here or in a run that goes
+        # on: it would be of no use to a run that ends.
+        if self._ahead:
+            self._take_over(self._ahead[-1].timer)
         ahead = tuple(self._ahead) if self._settled() else ()
         self.saving_s = max(self.saving_s, time.perf_counter() - started)
         batches = [
             {
                 "step": each.step,
-                "version": each.version,
+                "begun": each.begun,
                 "complete": each.generated.done(),
                 "rounds": [
                     {
@@ -222,7 +208,7 @@ class AheadBatches(PromptBatches):
     def restore(self, position: Mapping[str, Any], ahead: Any) -> None:
         """Go on from what `saved` gave. The loader stands there already."""
         for kept, arrays in zip(position[AHEAD]["batches"], ahead, strict=True):
-            each = Ahead(step=kept["step"], version=kept["version"])
+            each = Ahead(step=kept["step"], begun=kept["begun"])
             self._restore(each, kept, arrays)
             self._ahead.append(each)
 
@@ -234,49 +220,62 @@ class AheadBatches(PromptBatches):
 
     # ------------------------------------------------------------------------- making a batch
 
-    def _fill(self, version: int, last: int, states: States, timer: Timer) -> None:
-        """Let the policy after `version` updates do its part, for the batches up to step `last`.
+    def _run(self, step: int, states: States, timer: Timer) -> None:
+        """Do the line of the schedule for `step`, or have it done in the rollout's thread.
 
-        Its weights are copied to the rollout's devices before this returns: the next update takes
+        The weights are copied to the rollout's devices before this returns: the next update takes
         the actor's memory. On one group the responses are there before this returns.
         """
-        going: tuple[Ahead, ...] = ()
-        if self.plan.config.partial_rollouts:
-            going = tuple(each for each in self._ahead if each.version < version)
-            for each in going:
-                each.version = version
-            if version and not self._ahead:
-                going = self._begun_late(version, timer)
-                self._ahead.extend(going)
-        for step in range(version + len(self._ahead) + 1, last + 1):
-            each = Ahead(step=step, version=version)
-            self._begin(each, states, timer, going)
-            self._ahead.append(each)
-            going = ()
-
-    def _begun_late(self, version: int, timer: Timer) -> tuple[Ahead, ...]:
-        """Batches to generate again, because the checkpoint's copies cannot be used.
-
-        They have no token yet, and go on in the call that begins the next batch.
-        """
-        number, late = self.plan.config.max_staleness, []
-        for step in range(version + 1, version + 1 + number):
-            each = Ahead(step=step, version=version)
-            only = self._draw(each, timer, version)
-            blank = self._blanks(only.batch)
-            only.batch = only.batch.replace(
-                **{name: x for name, x in blank.items() if name not in ASKED}
+        self._take_over(timer)
+        config, phase = self.plan.config, self.plan.at(step)
+        known = {each.step: each for each in self._ahead}
+        line = work_of_step(
+            step,
+            {each.step: each.begun for each in self._ahead},
+            staleness=config.max_staleness,
+            part=config.partial_rollouts,
+            longest=config.data.max_response_length,
+        )
+        for work in line:
+            if work.batch not in known:
+                each = known[work.batch] = Ahead(step=work.batch, begun=work.begun)
+                self._ahead.append(each)
+                self._open(each, timer)
+        roles = {role for segment in phase.collecting for role in segment.roles}
+        weights = {role: states[role] for role in roles & states.keys()}
+        weights |= phase.program.follow(roles, states, timer, self._metrics)
+        if config.partial_rollouts:
+            together = [known[work.batch] for work in line]
+            self._begin(
+                together, partial(self._add_parts, together, line, step - 1, weights), timer
             )
-            late.append(each)
-        return tuple(late)
+            return
+        for each in (known[work.batch] for work in line):
+            if self._worker is not None and phase.program.is_spread:
+                self._take_over(timer)
+                self._send(each, self._first(each, timer), weights)
+            else:
+                self._begin([each], partial(self._generate, each, weights), timer)
 
-    def _begin(
-        self, each: Ahead, states: States, timer: Timer, going: tuple[Ahead, ...] = ()
-    ) -> None:
-        """Draw the prompts of a batch, and begin to generate; those `going` on share its call."""
-        self._draw(each, timer, each.version)
-        work = partial(self._together, going) if going else self._first_part
-        self._generate(each, work, states, timer)
+    def _begin(self, batches: Sequence[Ahead], work: Callable[[Timer], None], timer: Timer) -> None:
+        """Run `work`, now or in the rollout's thread."""
+        if self._worker is None:
+            work(timer)
+        else:
+            self._worker.submit(_guarded, batches, partial(work, batches[0].timer))
+
+    def _open(self, each: Ahead, timer: Timer) -> None:
+        """Draw the prompts of a batch."""
+        self._draw(each, timer, each.begun)
+
+    def _first(self, each: Ahead, timer: Timer) -> Round:
+        """The round that is generated first."""
+        return each.rounds[0]
+
+    def _next(self, each: Ahead, one: Round, timer: Timer) -> Round | None:
+        """The round after `one`, which was generated; None where the batch is whole."""
+        self._completed(each)
+        return None
 
     def _draw(self, each: Ahead, timer: Timer, version: int) -> Round:
         """The prompts of the next round of a batch, which `version` begins to answer."""
@@ -285,148 +284,92 @@ class AheadBatches(PromptBatches):
         context.policy_version = version
         each.epoch = self.loader.epoch
         each.rounds.append(Round(context=context, batch=batch))
+        if (stage := self.plan.at(each.step).parts) is not None:
+            stage.begin(context, each.step, fetch_rows(batch.sample_ids, context.rows))
         return each.rounds[-1]
 
-    def _generate(
+    def _generate(self, each: Ahead, weights: States, timer: Timer) -> None:
+        """Generate the rounds of a batch."""
+        phase, one = self.plan.at(each.step), self._first(each, timer)
+        while one is not None:
+            _, batch, metrics = phase.program.run(
+                weights, one.batch, each.step, one.context, timer, phase.generating
+            )
+            one.take(batch, metrics)
+            one = self._next(each, one, timer)
+
+    def _add_parts(
         self,
-        each: Ahead,
-        work: Callable[[Ahead, Phase, States, Timer], None],
-        states: States,
+        together: Sequence[Ahead],
+        line: Sequence[Work],
+        version: int,
+        weights: States,
         timer: Timer,
     ) -> None:
-        """Run `work` with the weights of `states`: now, or in the rollout's thread."""
-        self._take_over(timer)
-        iteration = self.plan.at(each.step)
-        roles = {role for segment in iteration.collecting for role in segment.roles}
-        weights = {role: states[role] for role in roles & states.keys()}
-        weights |= iteration.program.follow(roles, states, timer, self._metrics)
-        if self._worker is None:
-            work(each, iteration, weights, timer)
-        elif iteration.program.is_spread:
-            self._send(each, iteration, weights)
-        else:
-            self._worker.submit(_guarded, each, partial(work, each, iteration, weights, each.timer))
+        """Add a part to the responses of several batches, in one call."""
+        first = self.plan.at(together[0].step)
+        assert first.parts is not None
+        parts = [
+            Part(context=each.rounds[0].context, tokens=work.tokens)
+            for each, work in zip(together, line, strict=True)
+        ]
+        with timer(first.parts.name):
+            metrics = first.parts.advance(parts, version, weights)
+        for each in together:
+            phase, (one,) = self.plan.at(each.step), each.rounds
+            _, batch, _ = phase.program.run(
+                weights, one.batch, each.step, one.context, timer, phase.generating
+            )
+            one.take(batch, metrics if each is together[0] else {})
+        for each, work in zip(together, line, strict=True):
+            if work.ends:
+                self._completed(each)
 
-    def _send(self, each: Ahead, iteration: Phase, weights: States) -> None:
+    def _send(self, each: Ahead, one: Round, weights: States) -> None:
         """Have a thread generate where the rollout lies; `_take_over` takes the responses."""
         assert self._worker is not None
-        (only,), segments, timer = each.rounds, iteration.generating, Timer()
-        there = batch_sharding(iteration.program.mesh_of(segments[0]))
+        phase, timer = self.plan.at(each.step), Timer()
+        segments = phase.generating
+        there = batch_sharding(phase.program.mesh_of(segments[0]))
         names = sorted({name for segment in segments for name in segment.reads})
-        reads = {name: transfer.moved(only.batch[name], there) for name in names}
-        run = partial(iteration.program.run, segments=segments, stay=True)
-        batch = only.batch.replace(**reads)
+        reads = {name: transfer.moved(one.batch[name], there) for name in names}
+        run = partial(phase.program.run, segments=segments, stay=True)
+        batch = one.batch.replace(**reads)
         self._under_way = UnderWay(
             each=each,
-            iteration=iteration,
+            one=one,
+            weights=weights,
             gigabytes=sum(x.nbytes for x in reads.values()) / 1e9,
             timer=timer,
-            generated=self._worker.submit(run, weights, batch, each.step, only.context, timer),
+            generated=self._worker.submit(run, weights, batch, each.step, one.context, timer),
         )
 
     def _take_over(self, timer: Timer) -> None:
-        """Bring what is under way to the actor's devices. All processes call it."""
-        if self._under_way is None:
-            return
-        way, self._under_way = self._under_way, None
-        (only,), stages = way.each.rounds, [g for s in way.iteration.generating for g in s.stages]
-        here = batch_sharding(way.iteration.mesh)
-        with timer(WAITING_FOR_ROLLOUT):
-            _, batch, metrics = way.generated.result()
-            names = [name for stage in stages for name in stage.writes]
-            writes = {name: transfer.moved(batch[name], here) for name in names}
-            way.iteration.program.share_times(way.timer)
-        for name, seconds in way.timer.timings().items():
-            way.each.timer.add(name, seconds)
-        gigabytes = way.gigabytes + sum(x.nbytes for x in writes.values()) / 1e9
-        if not only.add(only.batch.replace(**writes), {**metrics, MOVED: gigabytes}):
-            self._completed(way.each)
+        """Bring what is under way to the actor's devices, with all rounds after it.
 
-    def _first_part(self, each: Ahead, iteration: Phase, weights: States, timer: Timer) -> None:
-        run = partial(iteration.program.run, segments=iteration.generating)
-        self._run_part(each, run, weights, timer)
-
-    def _together(
-        self,
-        going: tuple[Ahead, ...],
-        each: Ahead,
-        iteration: Phase,
-        weights: States,
-        timer: Timer,
-    ) -> None:
-        """Begin a batch, and go on with the responses of those before it, in one call."""
-        try:
-            unfinished = self._run_together(going, each, iteration, weights, timer)
-        except BaseException as error:
-            for older in going:
-                if (
-                    not older.generated.done()
-                ):  # else its responses are whole, and may be graded now
-                    older.fail(error)
-            raise
-        for batch, left in zip((*going, each), unfinished, strict=True):
-            if not left and not batch.generated.done():
-                self._completed(batch)
-
-    def _run_together(
-        self,
-        going: tuple[Ahead, ...],
-        each: Ahead,
-        iteration: Phase,
-        weights: States,
-        timer: Timer,
-    ) -> list[int]:
-        """The unfinished responses of every batch after its part, the new batch the last."""
-        program, (only,) = iteration.continuing, each.rounds
-        assert program is not None
-        failed = [older.generated.done() and older.generated.exception() for older in going]
-        sound = [older for older, error in zip(going, failed, strict=True) if not error]
-        older_parts = self._older([older.rounds[0].batch for older in sound], sound, only.batch)
-        together = only.batch.replace(**older_parts)
-        _, batch, metrics = program.run(weights, together, each.step, None, timer)
-        parts = self._apart({name: batch[OLDER + name] for name in iteration.generated})
-        counts = [metrics.pop(f"{UNFINISHED}_{i}") for i in range(len(parts))]
-        left = {
-            id(older): older.rounds[0].add(
-                older.rounds[0].batch.replace(**part), {UNFINISHED: count}
-            )
-            for older, part, count in zip(sound, parts, counts, strict=False)
-        }
-        for (
-            older
-        ) in sound:  # one that began late has the metrics of this call, and none of its work
-            own = older.rounds[0]
-            own.metrics = own.metrics or {
-                name: 0.0 if name in COUNTS else float(value)
-                for name, value in fetch(dict(metrics)).items()
-                if name != UNFINISHED
-            }
-        new = only.batch.replace(**{name: batch[name] for name in iteration.generated})
-        return [*(left.get(id(older), 0) for older in going), only.add(new, metrics)]
-
-    def _older(self, batches: list[Any], ahead: list[Ahead], new: Any) -> dict[str, jax.Array]:
-        """The fields of the batches before the new one, which the program reads; step 0 is none."""
-        number = self.plan.config.max_staleness
-        steps = [*(each.step for each in ahead), *[0] * (number - len(ahead))]
-        fill = batches[0] if batches else self._blanks(new)
-        filled = [*batches, *[fill] * (number - len(batches))]
-        reads = self.plan.at(1).continuing_reads
-        fields = [{name: batch[name] for name in reads} for batch in filled]
-        return self._stacked(fields, np.array(steps, np.int32))
-
-    def _run_part(
-        self, each: Ahead, run: Callable[..., Any], weights: States, timer: Timer
-    ) -> None:
-        (only,) = each.rounds
-        _, batch, metrics = run(weights, only.batch, each.step, only.context, timer)
-        if not only.add(batch, metrics):
-            self._completed(each)
+        All processes call it.
+        """
+        while self._under_way is not None:
+            way, self._under_way = self._under_way, None
+            phase, one = self.plan.at(way.each.step), way.one
+            here, names = batch_sharding(phase.mesh), phase.generated
+            with timer(WAITING_FOR_ROLLOUT):
+                _, batch, metrics = way.generated.result()
+                writes = {name: transfer.moved(batch[name], here) for name in names}
+                phase.program.share_times(way.timer)
+            for name, seconds in way.timer.timings().items():
+                way.each.timer.add(name, seconds)
+            gigabytes = way.gigabytes + sum(x.nbytes for x in writes.values()) / 1e9
+            one.take(one.batch.replace(**writes), {**metrics, MOVED: gigabytes})
+            another = self._next(way.each, one, way.each.timer)
+            if another is not None:
+                self._send(way.each, another, way.weights)
 
     def _completed(self, each: Ahead) -> None:
         """Nothing is left to generate: the host grades the responses, now or in their step."""
         each.generated.set_result(None)
         if self._host is not None:
-            self._host.submit(_guarded, each, partial(self._grade, each))
+            self._host.submit(_guarded, [each], partial(self._grade, each))
 
     def _grade(self, each: Ahead) -> None:
         (only,) = each.rounds
@@ -434,9 +377,9 @@ class AheadBatches(PromptBatches):
 
     def _graded(self, each: Ahead, one: Round) -> Graded:
         """The samples of a round with what host stages write, and their metrics."""
-        iteration = self.plan.at(each.step)
-        _, batch, metrics = iteration.program.run(
-            {}, one.batch, each.step, one.context, each.timer, iteration.grading
+        phase = self.plan.at(each.step)
+        _, batch, metrics = phase.program.run(
+            {}, one.batch, each.step, one.context, each.timer, phase.grading
         )
         return batch, fetch(metrics)
 
@@ -466,6 +409,9 @@ class AheadBatches(PromptBatches):
         """The prompts of a round again, and what was generated for them."""
         one = self._draw(each, Timer(), old["policy_version"])
         one.batch, one.metrics = one.batch.replace(**fields), dict(old["metrics"])
+        stage = self.plan.at(each.step).parts
+        if stage is not None:
+            stage.restore(one.context, fetch_rows(dict(fields), one.context.rows))
         known = {each["sample"]: each for each in old.get("trajectories", ())}
         if known:
             names = ("sample_ids", "responses", "mask", "rollout_logprobs")
@@ -497,38 +443,6 @@ class AheadBatches(PromptBatches):
         return {name: float(value) for name, value in fetch(metrics).items()}
 
     @cached_property
-    def _stacked(self) -> Callable[..., dict[str, jax.Array]]:
-        return jax.jit(older_fields, out_shardings=batch_sharding(self.plan.learner.mesh))
-
-    @cached_property
-    def _blanks(self) -> Callable[..., dict[str, jax.Array]]:
-        return jax.jit(self._blank, out_shardings=batch_sharding(self.plan.learner.mesh))
-
-    def _blank(self, new: Any) -> dict[str, Any]:
-        """The fields of a batch that has no responses, with the prompts of `new`."""
-        iteration = self.plan.at(1)
-        (rows, prompt), response = new.prompts.shape, self.plan.config.data.max_response_length
-        none = jnp.zeros_like(new.prompts, shape=(rows, response))
-        blanks = (none, none[:, 0], none * 0.0, none * 0.0, none + NO_VERSION)
-        empty = dict(zip(CONTINUED, blanks, strict=True))
-        actor = iteration.roles["actor"].spec.config
-        if ROUTES in iteration.generated:
-            empty[ROUTES] = no_routes(actor, rows, prompt + response)
-        if KEPT in iteration.generated:
-            most = iteration.abstract_generated()[KEPT].shape[-1]
-            empty[KEPT] = no_kept(rows, response, most)
-        return {name: new[name] for name in ASKED} | empty
-
-    @cached_property
-    def _apart(self) -> Callable[..., list[dict[str, jax.Array]]]:
-        number = self.plan.config.max_staleness
-
-        def parts(fields: dict[str, jax.Array]) -> list[dict[str, jax.Array]]:
-            return [{name: x[:, i] for name, x in fields.items()} for i in range(number)]
-
-        return jax.jit(parts, out_shardings=batch_sharding(self.plan.learner.mesh))
-
-    @cached_property
     def _measure(self) -> Callable[..., dict[str, jax.Array]]:
         return jax.jit(token_staleness, out_shardings=replicated(self.plan.learner.mesh))
 
@@ -547,11 +461,12 @@ def token_staleness(newest: int, versions_NR: jax.Array) -> dict[str, jax.Array]
     }
 
 
-def _guarded(each: Ahead, work: Callable[[], None]) -> None:
+def _guarded(batches: Sequence[Ahead], work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException as error:  # raised in the main thread, where the batch is taken
-        each.fail(error)
+        for each in batches:
+            each.fail(error)
 
 
 # ------------------------------------------------------------------------- dynamic sampling
@@ -580,49 +495,54 @@ class AheadFilteredBatches(AheadBatches):
         metrics = means_of(rounds) | own | metrics | moved_metric(*parts, own, metrics)
         return metrics | current.groups.metrics() | current.priorities | self._repetition.take()
 
-    def _begin(
-        self, each: Ahead, states: States, timer: Timer, going: tuple[Ahead, ...] = ()
-    ) -> None:
-        self._generate(each, self._all_rounds, states, timer)
+    def _open(self, each: Ahead, timer: Timer) -> None:
+        """The first prompts are drawn once the batches before it have all of theirs."""
 
-    def _all_rounds(self, each: Ahead, iteration: Phase, weights: States, timer: Timer) -> None:
-        groups = self._open(each, iteration)
-        while not groups.complete:
-            one = self._draw(each, timer, each.version)
-            _, batch, metrics = iteration.program.run(
-                weights, one.batch, each.step, one.context, timer, iteration.generating
-            )
-            one.add(batch, metrics)
-            self._add(each, groups, one)
-        self._close(each, groups)
+    def _first(self, each: Ahead, timer: Timer) -> Round:
+        self._gather(each)
+        return self._draw(each, timer, each.begun)
 
-    def _open(self, each: Ahead, iteration: Phase) -> GroupFilter:
-        config = self.plan.config
+    def _next(self, each: Ahead, one: Round, timer: Timer) -> Round | None:
+        self._add(each, one)
+        assert each.groups is not None
+        if each.groups.complete:
+            self._close(each, each.groups)
+            return None
+        return self._draw(each, timer, each.begun)
+
+    def _gather(self, each: Ahead) -> None:
+        """Begin to gather the groups of a batch."""
+        config, phase = self.plan.config, self.plan.at(each.step)
         each.loader = self.loader.get_state()
         each.groups = GroupFilter(
             config=config.rollout.filter_groups,
             num_groups=config.data.train_batch_size,
             group=config.rollout.n,
-            column=iteration.filter_column,
+            column=phase.filter_column,
+            # Where the main thread does it, no update takes the actor's devices meanwhile.
+            sharding=batch_sharding(phase.mesh) if phase.program.is_spread else None,
         )
-        return each.groups
 
-    def _add(self, each: Ahead, groups: GroupFilter, one: Round) -> None:
+    def _add(self, each: Ahead, one: Round) -> None:
         one.batch, one.grading = self._graded(each, one)
-        groups.add(fetch(one.batch))
+        assert each.groups is not None
+        each.groups.add(one.batch if each.groups.sharding is not None else fetch(one.batch))
         self._prioritise(each.step, one.batch)
 
     def _close(self, each: Ahead, groups: GroupFilter) -> None:
-        batch = place_held(groups.batch(), batch_sharding(self.plan.learner.mesh), self._rows)
+        batch = groups.batch()
+        if groups.sharding is None:
+            batch = place_held(batch, batch_sharding(self.plan.learner.mesh), self._rows)
         each.priorities = self._priorities(each.step)
         each.generated.set_result(None)
         each.graded.set_result((batch, {}))
 
     def _position(self) -> dict[str, Any]:
-        return self._ahead[0].loader
+        return self._ahead[0].loader if self._ahead else self.loader.get_state()
 
     def _restore(self, each: Ahead, kept: Mapping[str, Any], arrays: Any) -> None:
-        groups = self._open(each, self.plan.at(each.step))
+        self._gather(each)
+        assert each.groups is not None
         for old, fields in zip(kept["rounds"], arrays, strict=True):
-            self._add(each, groups, self._redraw(each, old, fields))
-        self._close(each, groups)
+            self._add(each, self._redraw(each, old, fields))
+        self._close(each, each.groups)

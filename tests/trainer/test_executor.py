@@ -18,7 +18,7 @@ from jaxrl_llm.config import ConfigError, load_config
 from jaxrl_llm.evaluation.answering import open_model
 from jaxrl_llm.kernels.flash_attention import attention_reference
 from jaxrl_llm.models.base import bind
-from jaxrl_llm.trainer.generating_ahead import kept_sizes
+from jaxrl_llm.trainer.executor import kept_sizes
 from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
@@ -310,7 +310,7 @@ def test_what_the_rollout_chose_is_replayed_for_responses_in_parts(tmp_path, cha
 def test_what_is_generated_at_a_checkpoint_counts_for_the_next_step(in_parts):
     rows = read_jsonl(in_parts.run_dir / "metrics.jsonl")
     _, _, *later = rows  # of step 0, and of the first, before which no policy goes on
-    assert later and all(row["timing_s/gen_continue"] > 0 for row in later)
+    assert later and all(row["timing_s/gen"] > 0 for row in later)
 
 
 def test_a_run_that_ends_generates_nothing_at_its_save_and_goes_on_to_more_steps(
@@ -320,7 +320,7 @@ def test_a_run_that_ends_generates_nothing_at_its_save_and_goes_on_to_more_steps
     short = begin(tmp_path, **(LEARNING_IN_PARTS | {"total_steps": "2"}))
     _, state = manager.restore(short.step_path(2), {})
     newest = [batch["rounds"][0]["policy_version"] for batch in state["ahead"]["batches"]]
-    assert newest == [0, 1] and [batch["version"] for batch in state["ahead"]["batches"]] == [1, 1]
+    assert newest == [0, 1] and [batch["begun"] for batch in state["ahead"]["batches"]] == [0, 1]
     longer = begin(tmp_path, **LEARNING_IN_PARTS)
     assert longer.samples("train") == in_parts.samples("train")
     assert_same_bits(longer.weights(STEPS), in_parts.weights(STEPS))

@@ -22,8 +22,6 @@ from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import config_from_hf
 from jaxrl_llm.plan.roles import make_role
 
-pytestmark = pytest.mark.nightly
-
 L, E, K, N, P, R = 4, 4, 2, 16, 5, 6  # layers of experts, experts, of a token; the batch
 MODELS = {
     "qwen3_moe": EXPERTS | {"num_hidden_layers": L},

@@ -26,8 +26,6 @@ from jaxrl_llm.plan.models import open_meshes
 from jaxrl_llm.plan.online import plan_online
 from jaxrl_llm.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.nightly
-
 APART = {"actor": "0-3", "critic": "4-5", "reference": "critic", "reward": "6,7"}
 
 
@@ -103,6 +101,7 @@ def test_roles_apart_give_the_metrics_of_one_group_and_overlap():
     assert any(each.overlap("ref+values", "reward") for each in spans[1:])
 
 
+@pytest.mark.nightly
 def test_roles_that_share_some_devices_take_turns_there():
     """The reward model on the actor's first device, the critic on all, the reference across."""
     _, expected, _, _ = one_group()
@@ -120,6 +119,7 @@ def test_roles_that_share_some_devices_take_turns_there():
         assert not each.overlap("values", "ref") and not each.overlap("values", "reward")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_generation_apart_gives_the_same_samples(tensor):
     """The weights go to the devices of the rollout once a step, and nothing else changes."""

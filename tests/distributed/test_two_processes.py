@@ -21,8 +21,6 @@ from tiny_run import (
     read_jsonl,
 )
 
-pytestmark = pytest.mark.nightly
-
 TRAIN = str(REPOSITORY / "scripts" / "train.py")
 PROCESSES = [sys.executable, "-m", "jaxrl_llm.launch.local", "--processes=2", "--"]
 WATCH = str(REPOSITORY / "tests" / "watch_hosts.py")
@@ -155,6 +153,7 @@ def test_two_processes_set_a_damaged_checkpoint_aside_and_resume(
     assert_same_bits(run.weights(STEPS), two.weights(STEPS))
 
 
+@pytest.mark.nightly
 def test_one_process_goes_on_from_two(tmp_path: Path, two: TinyRun) -> None:
     run = without_its_last_step(two, tmp_path)
     assert f"resumed from {run.step_path(RESUMED_FROM)}" in run.finish_here()
@@ -186,6 +185,7 @@ FAILING = (
 )
 
 
+@pytest.mark.nightly
 def test_both_processes_mask_what_failed_on_one(tmp_path: Path) -> None:
     """In four steps: a run in which all samples of three steps are masked would end."""
     one, two = (TinyRun(tmp_path / name, *FAILING) for name in ("one", "two"))

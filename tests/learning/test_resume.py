@@ -18,8 +18,6 @@ from tiny_run import (
     assert_same_bits,
 )
 
-pytestmark = pytest.mark.nightly
-
 
 @pytest.fixture(scope="module")
 def reference(ppo_run: TinyRun) -> TinyRun:
@@ -38,6 +36,7 @@ def assert_same_run(run: TinyRun, reference: TinyRun) -> None:
         assert run.samples(kind) == reference.samples(kind)
 
 
+@pytest.mark.nightly
 def test_reference_learns_and_keeps_what_it_should(reference: TinyRun) -> None:
     metrics = reference.metrics()
     assert metrics[TOTAL_STEPS]["critic/score/mean"] > metrics[1]["critic/score/mean"]
@@ -107,6 +106,7 @@ LEARNED_COST = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_model_of_the_users_that_learns_is_resumed_with_its_bits(tmp_path: Path) -> None:
     """Its weights and its optimizer are equal to a run that was left alone."""
     whole = TinyRun(tmp_path / "whole", *LEARNED_COST)
@@ -212,6 +212,7 @@ def assert_close_run(run: TinyRun, reference: TinyRun) -> None:
         assert samples[key]["tokens"] == sample["tokens"], key
 
 
+@pytest.mark.nightly
 def test_a_run_moves_to_a_mix_of_axes(tmp_path: Path) -> None:
     """The moments of its optimizer, which lie in the host's memory, move too."""
     grpo = "--config.algorithm=grpo", "--config.warmup=null", "--config.total_steps=4"

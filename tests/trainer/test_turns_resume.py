@@ -11,8 +11,6 @@ from trainer.test_conversing import ROWS, SIZES
 
 import jaxrl_llm as rl
 
-pytestmark = pytest.mark.nightly
-
 # The environment kills the trainer in the middle of the third turn of a sample, once, when the step
 # that the file `kill` names has begun.
 ENVIRONMENT = """
@@ -86,7 +84,7 @@ def read(folder):
     return metrics, samples, run.weights(STEPS)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_run_killed_in_a_turn_ends_with_the_same_bits(tmp_path, staleness):
     """With staleness 1 a checkpoint holds the conversations of the next step."""
     changes = {"max_staleness": staleness}
@@ -105,6 +103,7 @@ def test_a_run_killed_in_a_turn_ends_with_the_same_bits(tmp_path, staleness):
     assert max(len(sample["extras"]["turns"]) for sample in samples.values()) >= 3
 
 
+@pytest.mark.nightly
 def test_recorded_observations_count_where_an_environment_answers_otherwise(tmp_path):
     folder = tmp_path / "random"
     write(folder, deterministic=False)

@@ -574,6 +574,7 @@ def test_an_observation_that_the_template_refuses_is_a_failure(tmp_path):
     assert trajectory.stop_reason == "failed" and trajectory.failure.startswith("template: ")
 
 
+@pytest.mark.nightly
 def test_rows_are_checked_before_the_first_step(classes, tmp_path):
     driver = opened(open_chat(), tools="calculator", environment=f"{classes}:Counter")
     driver.check(sample_of(open_chat(), 0, ASKED, []).prompt for _ in range(3))

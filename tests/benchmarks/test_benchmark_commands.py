@@ -159,6 +159,7 @@ def test_wrong_logprobs_are_found(monkeypatch):
     assert "token_mult_prob_error" in found.error
 
 
+@pytest.mark.nightly
 def test_loops_of_a_generation_are_programs_that_compute_the_same(monkeypatch):
     monkeypatch.setattr(tail, "SHORTEST_RESPONSE", 1)
     monkeypatch.setattr(tail, "SMALLEST_TAILS", (4, 2))
@@ -240,6 +241,7 @@ def test_command_measures_every_case(words, cases):
         assert all(np.isfinite(value) and value >= 0 for value in found.figures.values())
 
 
+@pytest.mark.nightly
 def test_a_step_is_measured_and_profiled_stage_by_stage(tmp_path):
     words = ["rl_step", "--groups=2x2", "--workload=grpo", f"--profile={tmp_path}"]
     (row,) = rows_of(*words)

@@ -283,6 +283,7 @@ def test_text_of_a_program_for_gpus():
 # ------------------------------------------------------------------------- whole programs
 
 
+@pytest.mark.nightly
 def test_stages_and_loops_of_an_iteration(compiled_now, tmp_path):
     """GRPO with two mini-batches of packed rows; the reward is a model's."""
     config = packed(tiny_config(num_layers=2), 40)
@@ -381,6 +382,7 @@ GATHERS = ("all-gather.1.1", "all-gather.2.1", "all-gather.3.1")
 SCATTERS = ("reduce-scatter.3", "reduce-scatter.1.1")
 
 
+@pytest.mark.nightly
 def test_a_run_writes_the_table_and_traces(tmp_path):
     """SFT of records on two devices, with the second of two steps traced."""
     run = TinyRun(tmp_path)

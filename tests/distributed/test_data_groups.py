@@ -110,6 +110,7 @@ def gradient_bytes(role: Role) -> float:
     return 4 * float(sum(sizes)) * 2 * (groups - 1) / groups
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sizes", "model", "row_tokens"),
     [
@@ -148,6 +149,7 @@ def test_one_sum_over_data_gives_the_gradients_of_one_device(sizes, model, row_t
     assert whole <= sum(once) <= 1.02 * whole + 4 * B * R
 
 
+@pytest.mark.nightly
 def test_a_loss_that_compares_samples_sees_those_of_all_groups():
     """KL-Cov chooses tokens of a whole micro-batch."""
     algorithm = build_online(c.KLCov(kl_cov_ratio=0.2))

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from further import further
 from tiny_iteration import even_tokens
 
 from jaxrl_llm.config import load_config
@@ -35,7 +36,7 @@ def test_the_page_has_rows(page):
     assert all(any(word in row for row in ROWS) for word in FAST)
 
 
-@pytest.mark.parametrize("flags", EVERY)
+@pytest.mark.parametrize("flags", further(EVERY, 2))
 def test_a_row_is_planned_and_traced(flags):
     changes = re.findall(r"--config\.([\w.]+)=(\S+)", flags)
     name = "grpo_moe.py" if "mesh.expert" in flags else "ppo.py"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import further
 from test_offline_mesh import OPTIMIZER
 from tiny import DEEPSEEK, EXPERTS, GPT_OSS, HYBRID, MODEL
 from tiny_iteration import (
@@ -91,7 +92,7 @@ on_one_device = value_and_gradients(None)
 
 @pytest.mark.parametrize(
     ("sizes", "tensor"),
-    [*((sizes, 0) for sizes in MESHES), ({"expert": 4, "tensor": 2}, 4)],
+    further([*((sizes, 0) for sizes in MESHES), ({"expert": 4, "tensor": 2}, 4)], 3),
     ids=str,
 )
 def test_split_experts_equal_those_of_one_device(sizes, tensor):

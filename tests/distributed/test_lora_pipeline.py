@@ -122,6 +122,7 @@ MODULES = [f"model.layers.{i}.{n}" for i in (0, 1) for n in ("self_attn.q_proj",
 ADAPTERS = Lora(rank=2, alpha=2.0, modules=frozenset(MODULES), merge=False)
 
 
+@pytest.mark.nightly
 def test_the_inputs_of_each_micro_batch_are_dropped_by_a_mask_of_its_own():
     """On one device, with the key of each micro-batch."""
     role, params, tokens = program(replace(ADAPTERS, dropout=0.5))

@@ -70,7 +70,7 @@ def place(layout, params, tokens, lengths, ids, key, *, spec=SPEC):
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        ({}, {"fsdp": 4, "tensor": 2}),
+        pytest.param({}, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.nightly),
         pytest.param(GPT_OSS, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"fsdp": 4, "expert": 2}, marks=pytest.mark.slow),
@@ -188,6 +188,7 @@ def replica_groups(line):
     return {frozenset(group) for group in ids.tolist()}
 
 
+@pytest.mark.nightly
 def test_fsdp_8():
     check({"fsdp": 8}, SAMPLED)
 
@@ -232,6 +233,7 @@ def test_heads_that_do_not_divide_kept_whole():
     check({"tensor": 8}, SAMPLED, q_heads=None, kv_heads=None)
 
 
+@pytest.mark.nightly
 def test_filters_on_a_split_vocabulary():
     """The tokens that are kept are the same ones. Only maxima of blocks and candidates move."""
     spec = model_spec(model_config(vocab_size=2048, num_layers=1))

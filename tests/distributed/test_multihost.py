@@ -124,6 +124,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.nightly
 def test_two_processes_share_arrays_and_a_model_and_a_barrier_names_who_is_missing(tmp_path):
     port, env = free_port(), dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="")
     source, out = write_directory(tmp_path / "source", tiny_config()), tmp_path / "out"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 from tiny_iteration import FAST, MODEL, PROMPTS, N, open_iteration, random_params, tiny_config
 
 from jaxrl_llm.config import MeshConfig
@@ -13,6 +14,7 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.program.segment import _from_its_first_step
 
 
+@pytest.mark.nightly
 def test_updates_with_moments_in_the_host_memory():
     """Two epochs of two mini-batches in a loop, under the condition that the critic is warm."""
     rng, rows = np.random.default_rng(0), PROMPTS * N

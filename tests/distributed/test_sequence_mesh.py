@@ -98,6 +98,7 @@ def lowered_update(mesh, *, layout_rules=None, row_tokens, **settings):
     return jax.jit(gradients, out_shardings=out_shardings).lower(params, batch)
 
 
+@pytest.mark.nightly
 def test_no_device_keeps_the_tokens_of_others_between_layers():
     """What the loops over layers carry: the residual stream, and all that the gradient needs.
 

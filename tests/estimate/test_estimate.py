@@ -362,6 +362,7 @@ def test_a_norm_behind_a_projection_keeps_what_it_reads():
     assert both - before == planned_both - planned_before > 0
 
 
+@pytest.mark.nightly
 def test_ids_that_filters_kept_take_the_memory_of_compiled_ones():
     """An update of a mini-batch takes a part of them twice."""
 
@@ -380,6 +381,7 @@ def test_ids_that_filters_kept_take_the_memory_of_compiled_ones():
         assert predicted_many[name] - predicted_few[name] == pytest.approx(more, rel=0.2), name
 
 
+@pytest.mark.nightly
 def test_the_compiler_replaces_memory_and_traffic():
     mesh = c.MeshConfig(data=2, fsdp=2, tensor=2)
     config = tiny(c.GRPO(use_kl_loss=False), mesh)
@@ -623,6 +625,7 @@ def test_a_placement_is_planned_with_all_its_devices(in_this_process, tmp_path):
         commands.plan([flag for flag in flags if flag != "--quick"] + ["--hardware=cpu"])
 
 
+@pytest.mark.nightly
 def test_groups_of_nodes_are_planned_each_by_itself(in_this_process, tmp_path, capsys):
     file = tmp_path / "report.json"
     flags = ["--config=configs/scale/grpo_32b_64_apart.py", "--quick", f"--json={file}"]

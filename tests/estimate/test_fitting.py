@@ -284,6 +284,7 @@ def test_planned_bytes_of_the_cache_are_its_arrays(changes, memory):
     assert generation_bytes(found, one) <= memory or found.num_slots == 8
 
 
+@pytest.mark.nightly
 def test_responses_do_not_depend_on_the_memory():
     """Two slots and a cache for some responses, and greedy answers in two slots too."""
     outputs = []
@@ -405,6 +406,7 @@ def test_a_rollout_apart_has_the_memory_of_its_own_devices(on_h200, tmp_path):
     assert found.validation.memory_gb == pytest.approx(held_out, rel=0.01)
 
 
+@pytest.mark.nightly
 def test_a_run_says_its_slots_and_goes_on_with_them(on_h200, monkeypatch, tmp_path, capsys):
     config = program_config(tmp_path / "run", total_steps=1, save_every=1, reward=EXACT)
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]

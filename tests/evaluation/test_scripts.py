@@ -180,6 +180,7 @@ def test_the_chat_template_is_used_where_there_is_one(tmp_path):
         read_prompt("hi", char.tokenizer, chat=True)
 
 
+@pytest.mark.nightly
 def test_generate_prints_the_answers_alone(checkpoint):
     flags = (f"--model={checkpoint}", "--prompt=1+2=", "--n=2", "--seed=3", "--max_new_tokens=3")
     result = jaxrl("generate", *flags)

@@ -19,6 +19,7 @@ P, R, N = 5, 6, 6
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "config",
     [

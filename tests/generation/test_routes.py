@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import further
 from tiny import model_config
 
 from jaxrl_llm.generation.engine import generate
@@ -67,7 +68,7 @@ def pass_over(params, fields, kind):
     return found.logprobs, jnp.moveaxis(found.routed.chosen_BTK, 0, 2), recorded, rows.real
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("kind", further(ROWS))
 def test_the_record_is_the_choice_of_a_plain_pass(params, rollout, kind):
     out, fields = rollout
     assert out.routes.dtype == jnp.int8

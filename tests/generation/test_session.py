@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from further import further
 from test_generation import VOCAB, P, R, full_logits_jit, model, prompts, run
 
 from jaxrl_llm.generation import session
@@ -94,7 +95,7 @@ def converse(engine, *, shared=False, order=range(7)):
     return [sequences[i] for i in range(7)]
 
 
-@pytest.mark.parametrize(("family", "fixed"), [("qwen2", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("family", "fixed"), further([("qwen2", True), ("gpt_oss", False)]))
 def test_turns_have_the_log_probs_of_a_full_forward_pass(family, fixed, monkeypatch):
     """However observations are computed: at once, in decode steps, after a shared prompt."""
     settings = {"max_context": CONTEXT, "cache_tokens": 4 * CONTEXT, "steps": 5}

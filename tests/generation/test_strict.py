@@ -130,6 +130,7 @@ def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
     assert (ordinary != samples[2])[seen].any(), "this test could not fail"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", [GROUP, pytest.param(1, marks=pytest.mark.slow)])
 def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, samples, group):
     """And the gradient equals the ordinary forward pass's."""
@@ -157,6 +158,7 @@ def test_packed_rows_with_a_gradient_have_the_samplers_bits(params, prompts, sam
     jax.tree.map(close, sums[0][0], sums[1][0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_log_probs_over_kept_tokens_have_the_samplers_bits(params, prompts, packed):
     """And a part of the batch in fewer slots has the same tokens and bits."""

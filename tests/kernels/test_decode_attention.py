@@ -290,6 +290,7 @@ def test_shared_prompts_equal_float64_with_nan_past_every_length(
     assert_close(case.run(schedule=case.schedule(num_splits)), case.answer())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("slots_per_prompt", "cache_dtype"),
     [
@@ -352,6 +353,7 @@ def test_a_slot_does_not_depend_on_who_shares_its_prompt(num_splits: int):
         np.testing.assert_allclose(part, whole[slots], rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("G", "slots_per_prompt"),
     [
@@ -415,6 +417,7 @@ def test_tunings_agree(tuning: DecodeTuning):
     assert_close(case.run(tuning=tuning), case.answer())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_at_head_dim_64(shared: bool):
     """Never as many entries as a head has dimensions: see `default_tuning`.

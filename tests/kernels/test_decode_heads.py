@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from further import further
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from tiny_iteration import random_params
@@ -246,7 +247,7 @@ def test_a_model_takes_the_kernel(family, monkeypatch):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
-@pytest.mark.parametrize("config", NOT_SERVED.values(), ids=NOT_SERVED)
+@pytest.mark.parametrize("config", further(NOT_SERVED.values()), ids=NOT_SERVED)
 def test_other_layers_are_computed_as_before(config, monkeypatch):
     _, calls = decoded(config, monkeypatch, True)
     assert calls == 0

@@ -123,6 +123,7 @@ def test_the_kernel_is_for_bfloat16_and_whole_tiles_or_many_rows(monkeypatch):
         assert not (grouped_matmul(*others, sizes) == 7).any()
 
 
+@pytest.mark.nightly
 def test_float8_weights_give_the_bits_of_the_same_weights_in_bfloat16(monkeypatch):
     """Every value that float8 has but NaN; more steps than stages, and rows of none."""
     monkeypatch.setattr(rows, "SMS", 2)

@@ -20,6 +20,7 @@ from jaxrl_llm.launch import doctor
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 def test_two_processes_see_each_other_and_each_measures_its_devices(tmp_path):
     folder, output = tmp_path / "runs", tmp_path / "report.json"
     words = [

@@ -57,6 +57,7 @@ def test_a_file_of_prompts_is_answered(folder, model, tmp_path, capsys):
     assert "2/2 prompts answered" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_stop_strings(folder, model, tmp_path, capsys):
     (answer,) = model.generate("hi", max_new_tokens=9, seed=3)
     text = answer.text
@@ -131,6 +132,7 @@ def test_one_of_several_prompts_is_named(model):
 # ------------------------------------------------------------------------- chat
 
 
+@pytest.mark.nightly
 def test_a_conversation_keeps_its_turns_until_it_is_reset(model):
     out = io.StringIO()
     lines = ["hi\n", "\n", "ho\n", "/reset\n", "ho\n", "/what\n", "/exit\n", "never\n"]

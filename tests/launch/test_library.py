@@ -233,6 +233,7 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
+@pytest.mark.nightly
 def test_weights_of_a_program(tmp_path):
     """The same run from our layout and from Hugging Face's names; a resume wants the same."""
     import jax
@@ -307,6 +308,7 @@ def test_a_killed_run_on_rows_of_grain_goes_on(tmp_path, monkeypatch):
     assert measured(killed) == measured(whole)
 
 
+@pytest.mark.nightly
 def test_a_callback_may_change_the_working_directory(tmp_path, monkeypatch):
     """The rest of a run whose folder is relative was written elsewhere, or could not be."""
     monkeypatch.chdir(tmp_path)

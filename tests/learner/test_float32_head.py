@@ -158,6 +158,7 @@ def test_equal_dtypes_keep_their_matmul():
         assert "dot_general" in program and "HIGHEST" not in program
 
 
+@pytest.mark.nightly
 def test_strictly_sampler_and_trainer_have_the_same_bits():
     config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
     actor = replace(config.actor, dtype="bfloat16", head_dtype="float32", ppo_epochs=1)
@@ -167,6 +168,7 @@ def test_strictly_sampler_and_trainer_have_the_same_bits():
     assert metrics["training/rollout_probs_diff_max"] == 0
 
 
+@pytest.mark.nightly
 def test_policy_and_reference_are_equal_before_the_first_update():
     config = tiny_config(model_reward=False, algorithm={"use_kl_in_reward": False})
     config = replace(config, algorithm=c.GRPO(kl_loss_type="k2"))

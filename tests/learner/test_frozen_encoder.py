@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import further
 
 from jaxrl_llm.config import OptimizerConfig
 from jaxrl_llm.configs.grpo_vision import MODEL
@@ -15,7 +16,7 @@ from jaxrl_llm.models.vision import frozen_parameters
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-@pytest.mark.parametrize("train", ["none", "projector", "all"])
+@pytest.mark.parametrize("train", further(["projector", "none", "all"]))
 def test_what_is_frozen_stays(train, name):
     config = config_from_hf(MODEL, images=True)
     object.__setattr__(config.vision, "train", train)

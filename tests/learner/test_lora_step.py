@@ -54,6 +54,7 @@ def gradients(lora, *, dtype="float32", step=0, parts=2):
     return run(base, own, step)
 
 
+@pytest.mark.nightly
 def test_merged_and_apart_agree_in_bfloat16():
     exact = gradients(LORA)
     for lora in (LORA, replace(LORA, merge=False)):
@@ -64,6 +65,7 @@ def test_merged_and_apart_agree_in_bfloat16():
             assert np.linalg.norm(one - other) <= 0.05 * np.linalg.norm(other)
 
 
+@pytest.mark.nightly
 def test_dropout_depends_on_step_and_micro_batch_alone():
     dropped = replace(LORA, dropout=0.5)
     first, again, later = (gradients(dropped, step=step) for step in (0, 0, 1))

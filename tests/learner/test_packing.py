@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import compiled
+from further import further
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
@@ -244,7 +245,8 @@ def test_the_head_leaves_out_what_is_no_response(monkeypatch):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    ("name", "layout"), [("llama", "packed"), ("llama", "two replicas"), ("mistral", "shared")]
+    ("name", "layout"),
+    further([("llama", "two replicas"), ("llama", "packed"), ("mistral", "shared")]),
 )
 def test_passes_equal_the_padded_ones(name, layout):
     fields = {k: jnp.asarray(x) for k, x in batch().items()}
@@ -310,7 +312,7 @@ def test_tokens_between_sampled_ones_are_context(layout):
     [
         pytest.param("token-mean", "one row", marks=pytest.mark.slow),
         ("seq-mean-token-mean", "two replicas"),
-        ("prompt-mean", "two replicas"),
+        pytest.param("prompt-mean", "two replicas", marks=pytest.mark.nightly),
     ],
 )
 def test_an_update_equals_the_padded_one(loss_aggregation, layout):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compiled import on_device
 from jax.sharding import NamedSharding, PartitionSpec
 from test_train_step import MODEL, SETTINGS, P, R, rollout
@@ -72,6 +73,7 @@ def test_a_step_is_the_rate_towards_the_mean():
     np.testing.assert_array_equal(found["other"], grown["other"])
 
 
+@pytest.mark.nightly
 def test_it_balances_a_skewed_router_and_nothing_else_moves_it():
     policy = PolicyLoss(
         algorithm=build_online(c.PPO()), spec=SPEC, settings=SETTINGS, temperature=1.0

@@ -38,6 +38,7 @@ def params():
     return init_params(SPEC, jax.random.key(0))
 
 
+@pytest.mark.nightly
 def test_router_losses_reach_the_gradient_and_add_up(params):
     fields = with_counts(rollout(), jnp.bool_(False))
     policy = PolicyLoss(

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from further import further
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import model_config
 from tiny_iteration import (
@@ -117,10 +118,10 @@ CASES = {name: case for name, *case in cases()}
 
 @pytest.mark.parametrize(
     "name",
-    [
+    further(
         pytest.param(name, marks=[pytest.mark.slow] if name.endswith("token-sum") else [])
         for name in CASES
-    ],
+    ),
 )
 def test_accumulation_equals_the_full_batch(name):
     """The micro-batches hold very different numbers of tokens: 1e-6 of the gradient's size."""

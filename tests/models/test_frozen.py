@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compiled import compiled
+from further import further
 from tiny import EXPERTS, GPT_OSS, MODEL, model_config
 from tiny_iteration import random_params
 
@@ -102,12 +103,14 @@ def test_first_weights_are_those_of_a_dense_model_quantised():
 
 @pytest.mark.parametrize(
     ("config", "changes"),
-    [
-        (CONFIG, {"merge": False}),
-        (CONFIG, {"dora": True}),
-        (OF_EXPERTS, {"merge": False, "modules": ALL}),
-        (WITH_BIASES, {"merge": False}),  # without adapters of experts
-    ],
+    further(
+        [
+            (CONFIG, {"merge": False}),
+            (CONFIG, {"dora": True}),
+            (OF_EXPERTS, {"merge": False, "modules": ALL}),
+            (WITH_BIASES, {"merge": False}),  # without adapters of experts
+        ]
+    ),
     ids=["apart", "dora", "experts", "biases of experts"],
 )
 def test_a_model_equals_one_whose_kernels_were_dequantised_before(config, changes):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from compiled import compiled
 from flax import nnx
+from further import further
 from tiny import model_config
 from tiny_iteration import random_params
 from tiny_models import CONFIGS, HYBRID_EXPERTS, with_rule
@@ -93,12 +94,14 @@ def test_merged_weights_are_the_same_model(flags, targets):
 
 @pytest.mark.parametrize(
     ("config", "layer", "modules"),
-    [
-        (CONFIGS["phi3"], "1", {"k": "ab", "q": "b", "v": "b", "o": "ab"}),
-        (CONFIGS["gpt_oss"], "1", {"gate": "ab", "up": "b"}),
-        (CONFIGS["qwen3_5"], "0", RULE | {"k": "ab", "gate": "ab", "rate": "ab"}),
-        (HYBRID_EXPERTS, "0", RULE),
-    ],
+    further(
+        [
+            (CONFIGS["phi3"], "1", {"k": "ab", "q": "b", "v": "b", "o": "ab"}),
+            (CONFIGS["gpt_oss"], "1", {"gate": "ab", "up": "b"}),
+            (CONFIGS["qwen3_5"], "0", RULE | {"k": "ab", "gate": "ab", "rate": "ab"}),
+            (HYBRID_EXPERTS, "0", RULE),
+        ]
+    ),
     ids=["phi3", "gpt_oss", "qwen3_5", "qwen3_next"],
 )
 def test_modules_of_one_tensor_share_a(config, layer, modules):
@@ -123,7 +126,7 @@ def test_a_hybrid_model_with_new_adapters_is_its_base():
     assert layer["decay"]["adapter"]["magnitude"].shape == (4,)
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
+@pytest.mark.parametrize("merge", further([False, True]), ids=["apart", "merged"])
 def test_gradients_of_the_rule_follow_from_those_of_its_weights(merge):
     """d A = s d W B^T and d B = s A^T d W, added up over the parts of a tensor for their A."""
     spec = model_spec(HYBRID_EXPERTS, lora=lora_of(HYBRID_EXPERTS, (r".*linear_attn\..*",)))

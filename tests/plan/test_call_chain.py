@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from further import further
 from tiny_run import TinyRun
 
 import jaxrl_llm
@@ -32,7 +33,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("key", MORE)
+@pytest.mark.parametrize("key", further(MORE))
 def test_the_chain_from_the_script_to_the_formula(key, tmp_path, monkeypatch):
     """Two mini-batches of two micro-batches, so that every loop is in the chain."""
     chain: list[tuple[str, str]] = []

@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from further import further
 from tiny_iteration import first_states, open_iteration, packed, run_step, tiny_config
 
 from jaxrl_llm.config import Config, LoraConfig
@@ -48,7 +49,7 @@ def iterate(kind):
     return iteration, before, *run_step(iteration, states, 1)[1:]
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed", "one step", "lora"])
+@pytest.mark.parametrize("kind", further(["packed", "padded", "one step", "lora"]))
 def test_the_sampler_and_the_trainer_have_one_policy(kind):
     """Before, the trainer's log-probs were of the whole softmax, and no metric saw the difference.
 

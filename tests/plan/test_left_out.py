@@ -57,8 +57,9 @@ class Steps:
     "algorithm",
     [
         c.PPO(use_kl_in_reward=True, kl_coef=0.05, kl_controller="adaptive", kl_horizon=10.0),
-        c.GRPO(rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="seq_mean_k1",
-               rollout_rs_threshold="0.5_2"),
+        pytest.param(c.GRPO(rollout_is="token", rollout_is_batch_normalize=True,
+                            rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2"),
+                     marks=pytest.mark.nightly),
         pytest.param(c.GPG(), marks=pytest.mark.slow),
         pytest.param(c.ClipCov(), marks=pytest.mark.slow),
     ],
@@ -79,6 +80,7 @@ def test_the_score_of_a_sample_that_is_left_out_moves_nothing(algorithm: Any) ->
         assert low["kl"] == pytest.approx(algorithm.kl_coef * moved, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_truncated_samples_of_a_model_reward_are_left_out() -> None:
     config = tiny_config(algorithm={"use_kl_in_reward": False})
     config = replace(config, rollout=replace(config.rollout, mask_truncated=True))

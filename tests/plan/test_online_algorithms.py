@@ -170,6 +170,7 @@ def test_two_policies_leave_out_the_old_one_and_correct_from_the_start():
     assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("quantization", "model", "rank", "least", "most"),
     [

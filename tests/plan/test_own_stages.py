@@ -72,6 +72,7 @@ def weighted(name: str, weight: float) -> ExtraModelConfig:
     return ExtraModelConfig(name=name, hf_config=MODEL, weight=weight)
 
 
+@pytest.mark.nightly
 def test_scores_of_several_models_are_weighted_parts_of_the_reward():
     models = (weighted("helpful", 0.5), weighted("safe", -2.0))
     iteration = open_iteration(replace(config_of("grpo", use_kl_loss=False), models=models))

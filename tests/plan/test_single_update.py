@@ -29,6 +29,7 @@ ROWS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "rows"),
     [

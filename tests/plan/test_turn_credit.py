@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from further import further
 from test_online_algorithms import KINDS, config_of
 from tiny_iteration import first_states, open_iteration, run_step
 
@@ -34,7 +35,7 @@ def turns() -> Stage:
 NAMES = ("turn_gae", "turn_baseline", "discounted_turns", "mt_grpo", "gigpo")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", further(NAMES, 2))
 def test_turns_of_a_stage_get_their_credit(tmp_path, name):
     (tmp_path / "own.py").write_text(TURNS)
     stage = Custom(path=f"{tmp_path}/own.py:turns")

@@ -87,6 +87,7 @@ def held_out_answers(config, chained: bool, monkeypatch) -> list:
     return found.completions
 
 
+@pytest.mark.nightly
 def test_a_validation_is_a_chain_with_the_same_answers(monkeypatch):
     config = tiny_config(model_reward=False)
     data = replace(config.data, val_tasks=(c.ChainSum(size=4),), val_batch_size=4)

@@ -252,6 +252,7 @@ def test_alarms_and_differences_of_the_config(page):
     assert rows.count() == 1 and "actor.name" in rows.first.inner_text()
 
 
+@pytest.mark.nightly
 def test_the_tab_survives_a_reload(page):
     tab(page, "Alarms")
     page.get_by_label("reload").check()

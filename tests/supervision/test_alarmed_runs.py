@@ -75,6 +75,7 @@ def test_a_constant_reward_stops_a_run_which_then_goes_on(tmp_path: Path, capsys
     assert list(run.metrics()) == list(range(13))
 
 
+@pytest.mark.nightly
 def test_a_reward_for_length_cuts_responses_and_saves(tmp_path: Path) -> None:
     run, config = config_of(tmp_path, "length", alarms__cut_share="save")
     summary = train(config)

@@ -39,6 +39,7 @@ def test_a_torn_line_is_the_end_of_nothing(tmp_path: Path) -> None:
     assert [each.get("last_end") for each in read_starts(tmp_path)] == ["", NO_END]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_repeated_in_part_keeps_its_alarms(tmp_path: Path, capsys: Any) -> None:
     run, config = config_of(
         tmp_path, alarms__zero_variance="stop", alarms__cut_share__threshold="1", save_every="8"

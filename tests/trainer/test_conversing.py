@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from further import further
 
 import jaxrl_llm as rl
 from jaxrl_llm.agents.driver import Driver
@@ -67,6 +68,7 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_one_turn_has_the_tokens_of_the_batch_loop(tmp_path):
     plain = run(tmp_path / "plain", **{"reward.functions": ["exact_answer"], "total_steps": 1})
     one = run(
@@ -142,6 +144,7 @@ class Fails:
 LIMITS = {"rollout.tool_timeout_s": 0.7, "rollout.n": 4, "log.trace_details": 16}
 
 
+@pytest.mark.nightly
 def test_turns_with_the_same_knowledge_have_equal_keys(tmp_path, monkeypatch):
     """Guess names its state; of the others, what was observed is the state."""
     seen, call = [], Converse.__call__
@@ -166,7 +169,7 @@ def test_turns_with_the_same_knowledge_have_equal_keys(tmp_path, monkeypatch):
     assert len(set(keys.values())) == len(keys)
 
 
-@pytest.mark.parametrize("on_failure", ["mask", "value"])
+@pytest.mark.parametrize("on_failure", further(["mask", "value"]))
 def test_samples_that_fail_are_no_rewards(tmp_path, on_failure):
     """Advantages by hand: of the others alone, or with the value."""
     folder = tmp_path / "fails"

@@ -186,6 +186,7 @@ def assert_group_order(batch):
     np.testing.assert_array_equal(np.asarray(batch.rewards).sum(axis=1), batch.scores)
 
 
+@pytest.mark.nightly
 def test_a_run_refills_and_traces_what_it_generated(batches, tmp_path):
     filtered = Filtered(tmp_path)
     train(filtered.config())

@@ -23,8 +23,6 @@ from jaxrl_llm.trainer.loop import train
 from jaxrl_llm.trainer.output import RunOutput
 from jaxrl_llm.trainer.rewarding import RewardFunctions
 
-pytestmark = pytest.mark.nightly
-
 STEPS = 4
 APART = {"placement.rollout": "1"}
 SMALL = {
@@ -86,6 +84,7 @@ def versions_of(tiny: TinyRun) -> list[int]:
     return [traced[step] for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.nightly
 def test_the_policy_of_a_batch_follows_from_its_step(apart, resting):
     metrics, versions = apart.metrics(), [max(0, step - 2) for step in range(1, STEPS + 1)]
     assert versions_of(apart) == versions
@@ -98,6 +97,7 @@ def test_the_policy_of_a_batch_follows_from_its_step(apart, resting):
     assert "rollout_corr/rollout_is_mean" not in resting.metrics()[1]
 
 
+@pytest.mark.nightly
 def test_one_group_gives_the_run_of_two_and_grades_ahead(tmp_path, apart, monkeypatch):
     """If step 1 waited for the rewards of step 2, it would not be logged before them."""
     logged, log, score = threading.Event(), RunOutput.log, RewardFunctions.score
@@ -130,6 +130,7 @@ def version_of(step: int, index: int) -> int:
     return min(max(0, step - 3) + index, step - 1)
 
 
+@pytest.mark.nightly
 def test_each_token_has_the_log_prob_of_its_own_version(in_parts):
     samples, metrics = in_parts.samples("train"), in_parts.metrics()
     expected: dict[int, list[float]] = {step: [] for step in range(1, STEPS + 1)}
@@ -206,6 +207,7 @@ def assert_same_run(found: TinyRun, expected: TinyRun) -> None:
     assert_same_bits(found.weights(STEPS), expected.weights(STEPS))
 
 
+@pytest.mark.nightly
 def test_unfinished_responses_are_in_a_checkpoint(tmp_path, in_parts):
     assert_same_run(resume_copy(tmp_path, in_parts, **LEARNING_IN_PARTS), in_parts)
 
@@ -248,6 +250,7 @@ def test_other_settings_generate_again_what_was_ahead(tmp_path, apart):
     assert {key: s["prompt"] for key, s in again.samples("train").items()} == prompts
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes",
     [
@@ -265,6 +268,7 @@ def test_parts_begin_again_after_a_resume_with_other_settings(tmp_path, in_parts
     assert versions and min(versions) == start == max(versions)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes",
     [{}, {"max_staleness": "2"}, {"rollout.n": "4"}, {"rollout.top_k": "3"}, FILTER],
@@ -293,6 +297,7 @@ EXPERTS = {
 FILTERS = {"rollout.top_k": "4", "rollout.top_p": "0.9"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changes", [pytest.param(EXPERTS, marks=pytest.mark.slow), FILTERS], ids=["experts", "filters"]
 )
@@ -307,12 +312,14 @@ def test_what_the_rollout_chose_is_replayed_for_responses_in_parts(tmp_path, cha
         assert metrics[step]["token_mult_prob_error"] < 1 + 1e-5
 
 
+@pytest.mark.nightly
 def test_what_is_generated_at_a_checkpoint_counts_for_the_next_step(in_parts):
     rows = read_jsonl(in_parts.run_dir / "metrics.jsonl")
     _, _, *later = rows  # of step 0, and of the first, before which no policy goes on
     assert later and all(row["timing_s/gen"] > 0 for row in later)
 
 
+@pytest.mark.nightly
 def test_a_run_that_ends_generates_nothing_at_its_save_and_goes_on_to_more_steps(
     tmp_path, in_parts
 ):
@@ -326,6 +333,7 @@ def test_a_run_that_ends_generates_nothing_at_its_save_and_goes_on_to_more_steps
     assert_same_bits(longer.weights(STEPS), in_parts.weights(STEPS))
 
 
+@pytest.mark.nightly
 def test_a_batch_that_fails_ahead_does_not_take_the_steps_before_it(tmp_path, monkeypatch):
     score = RewardFunctions.score
 
@@ -390,12 +398,14 @@ def test_what_cannot_be_generated_ahead_is_refused(tmp_path, changes, message):
         load_config(str(tmp_path / "tiny.py"), list(changes.items()))
 
 
+@pytest.mark.nightly
 def test_devices_that_generate_ahead_do_nothing_else(tmp_path):
     shared = ALWAYS | {"placement.rollout": "1-2", "placement.reference": "rollout"}
     with pytest.raises(ConfigError, match="the same ones; .*--config.placement.reference=actor"):
         begin(tmp_path, **shared)
 
 
+@pytest.mark.nightly
 def test_greedy_answers_are_not_cut(tmp_path):
     with pytest.raises(ConfigError, match="whole greedy answer.*--config.partial_rollouts=0"):
         begin(tmp_path, **PARTS, algorithm="remax")

@@ -36,6 +36,7 @@ def run_with(folder: Path, steps: list[int]) -> TinyRun:
     return run
 
 
+@pytest.mark.nightly
 def test_rewards_that_always_fail_end_the_run(tmp_path: Path) -> None:
     run = run_with(tmp_path, [2, 3, 5, 6, 7])  # two in a row are let pass
     output = run.finish_here(code=2)
@@ -79,6 +80,7 @@ def digits(completions):
 """
 
 
+@pytest.mark.nightly
 def test_samples_that_failed_or_were_truncated_end_the_run_together(tmp_path: Path) -> None:
     """Neither reason alone holds for all samples of a step."""
     run = TinyRun(tmp_path, *SMALL, "--config.rollout.mask_truncated=true")
@@ -89,12 +91,14 @@ def test_samples_that_failed_or_were_truncated_end_the_run_together(tmp_path: Pa
     assert any(failed) and not all(failed)
 
 
+@pytest.mark.nightly
 def test_a_short_run_ends_as_a_longer_one_does(tmp_path: Path) -> None:
     """It has no three steps: all that it has failed."""
     output = run_with(tmp_path, [1, 2]).finish_here("--config.total_steps=2", code=2)
     assert "error: every reward of steps 1 to 2 failed, so nothing is learned" in output
 
 
+@pytest.mark.nightly
 def test_the_best_validation_is_saved_between_the_steps_of_save_every(tmp_path: Path) -> None:
     """Its weights were lost, and the run ended without a best checkpoint."""
     run = TinyRun(

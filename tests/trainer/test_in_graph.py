@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from agents.test_documented_agents import blocks
+from further import further
 from tiny_run import TinyRun, assert_same_bits
 from trainer.test_conversing import SIZES, metrics, run
 
@@ -30,11 +31,13 @@ def turns_of(sample):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [
-        ("guess", {"rollout.max_turn_tokens": 40, "rollout.num_slots": 3}),
-        ("maze", {"rollout.max_turns": 4, "rollout.mask_truncated": True}),
-        ("integer_calculator", {"data.max_response_length": 60, "rollout.top_k": 40}),
-    ],
+    further(
+        [
+            ("maze", {"rollout.max_turns": 4, "rollout.mask_truncated": True}),
+            ("guess", {"rollout.max_turn_tokens": 40, "rollout.num_slots": 3}),
+            ("integer_calculator", {"data.max_response_length": 60, "rollout.top_k": 40}),
+        ]
+    ),
 )
 def test_one_program_has_the_record_of_the_host(tmp_path, name, changes):
     """Log-probs differ by rounding: XLA sums a softmax in another order in another program."""
@@ -59,6 +62,7 @@ def test_one_program_has_the_record_of_the_host(tmp_path, name, changes):
             assert rows[1][key] == pytest.approx(rows[0].get(key, 0.0)), key
 
 
+@pytest.mark.nightly
 def test_equal_states_have_equal_keys(tmp_path, monkeypatch):
     """Keys of the program are another hash than the host's, with the same groups."""
     seen, call, note = {}, Converse.__call__, RunOutput.rollout
@@ -113,6 +117,7 @@ def countdown(tmp_path):
     return f"{file}:TokenCountdown"
 
 
+@pytest.mark.nightly
 def test_the_class_of_the_page(tmp_path, countdown):
     """Its answers are replayed by hand from the sampled text."""
     changes = BASE | {"rollout.environment": countdown, "data.max_response_length": 40}
@@ -133,6 +138,7 @@ def test_the_class_of_the_page(tmp_path, countdown):
     assert lost
 
 
+@pytest.mark.nightly
 def test_what_a_class_of_tokens_does_not_go_with(tmp_path, countdown):
     """It has no other form, so it is refused. Ours is driven by the host then."""
     refused = {

@@ -102,6 +102,7 @@ def _flags(run: TinyRun) -> dict[str, str]:
     return overrides("dpo") | {"warmup": warmup, "validation.generate": generate}
 
 
+@pytest.mark.nightly
 def test_reference_log_probs_computed_once_give_the_same_run(dpo, tmp_path):
     reference, _ = dpo
     config = load_config(str(reference.folder / "tiny.py"), list(_flags(reference).items()))
@@ -117,6 +118,7 @@ def test_reference_log_probs_computed_once_give_the_same_run(dpo, tmp_path):
     assert all(x.ndim == 1 for x in tables.values())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "changed", [("operators", "+"), pytest.param(("size", "9"), marks=pytest.mark.slow)]
 )
@@ -180,6 +182,7 @@ def _load(path: Path, kind: str):
 # ------------------------------------------------------------------------- pairs taken apart
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("packed", ["16", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_policy_of_kto_is_judged_on_pairs_as_one_of_dpo(packed, tmp_path):
     """The same weights and the same pairs, by both plans: two ways to the same rewards."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import further
 from tiny_iteration import random_params
 
 from jaxrl_llm import config as c
@@ -132,10 +133,13 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_DPO else [])
-        for name in ALGORITHMS
-    ],
+    further(
+        [
+            pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_DPO else [])
+            for name in ALGORITHMS
+        ],
+        2,
+    ),
 )
 def test_accumulation_equals_the_whole_batch(name):
     """The micro-batches hold very different numbers of tokens."""
@@ -147,7 +151,7 @@ def test_accumulation_equals_the_whole_batch(name):
     assert (whole[1]["micro_batches"], parts[1]["micro_batches"]) == (1, 4)
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", further(SINGLE))
 def test_packed_rows_equal_padded_ones(name):
     algorithm = ALGORITHMS[name]
     batch = make_batch(algorithm)

@@ -45,6 +45,7 @@ def test_every_two_steps_it_moves_towards_the_policy(whole):
     assert not (whole.checkpoints / "frozen").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_resume_has_the_same_bits(tmp_path, whole, step):
     """From 2 on, the resume begins with a refresh."""

@@ -42,6 +42,7 @@ def of_one_step(tmp_path_factory) -> tuple[TinyRun, Summary]:
     return run, train(config)
 
 
+@pytest.mark.nightly
 def test_a_run_without_validation_data_runs_without_validation(of_one_step):
     run, summary = of_one_step
     assert summary.step == 1 and not summary.totals.last
@@ -85,6 +86,7 @@ def test_a_warm_up_on_prompts_alone_names_the_key_that_leaves_it_out(tmp_path):
         sft_batches(config, config.warmup, load_tokenizer("char"), tmp_path, no_rows)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_of_one_model(tmp_path, of_one_step, capsys):
     """Fault 6: a resume, an export and an opened model each compare what the files describe."""
     run = TinyRun(tmp_path)
@@ -130,6 +132,7 @@ def test_useless_weights_do_not_replace_a_checkpoint(tmp_path):
     assert run.saved_steps() == [0]
 
 
+@pytest.mark.nightly
 def test_a_run_saves_and_ends_before_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(deadline, "MARGIN_S", 3600.0)
     grpo = {"algorithm": '{"kind": "grpo"}'}

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -152,7 +153,9 @@ class AheadBatches(PromptBatches):
     def next(self, step: int, states: States, timer: Timer) -> tuple[Any, Any]:
         self._run(step, states, timer)
         first = self._current = self._ahead.popleft()
-        with timer(WAITING_FOR_ROLLOUT):
+        # A thread may wait for tools.
+        waiting = host_work() if has_turns(self.plan.config) else nullcontext()
+        with timer(WAITING_FOR_ROLLOUT), waiting:
             first.generated.result()
         if self._host is None and not first.graded.done():
             self._grade(first)

@@ -1,6 +1,7 @@
 """Runs whose answers have several turns: fields, masks, rewards, and the batch loop's tokens."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -77,6 +78,24 @@ def test_one_turn_has_the_tokens_of_the_batch_loop(tmp_path):
     )
     assert [x["tokens"] for x in one] == [x["tokens"] for x in plain]
     assert {x["stop_reason"] for x in one} <= {"env_done", "max_tokens"}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_conversations_on_devices_of_their_own_are_the_same(tmp_path, staleness):
+    """With staleness a thread holds them while the actor learns, and a checkpoint has them."""
+    changes = {"rollout.environment": [environment(tmp_path, TALKS)], "max_staleness": staleness}
+    changes |= {"total_steps": 3, "save_every": 2}
+    one = run(tmp_path / "one", **changes)
+    apart = run(tmp_path / "apart", **changes, **{"placement.rollout": "1"})
+    names = ("step", "tokens", "score", "policy_version")
+    assert [[x[name] for name in names] for x in apart] == [[x[n] for n in names] for x in one]
+    assert {x["policy_version"] for x in apart} == {max(0, s - 1 - staleness) for s in (1, 2, 3)}
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "apart", again)
+    shutil.rmtree(again / "checkpoints" / "global_step_3")
+    (again / "config.json").unlink()
+    resumed = run(again, **changes, **{"placement.rollout": "1"})
+    assert [x["tokens"] for x in resumed] == [x["tokens"] for x in apart]
 
 
 def test_a_stop_request_does_not_wait_for_tools(tmp_path, monkeypatch):

@@ -22,11 +22,12 @@ from jaxrl_llm.evaluation.answer_settings import (
 )
 from jaxrl_llm.evaluation.serving import serving_engine
 from jaxrl_llm.generation.completions import TextStream, completions_of
-from jaxrl_llm.generation.engine import advance, begin, generate
+from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.memory import Replica, fitted
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.generation.stop_strings import stop_strings
+from jaxrl_llm.generation.stop_strings import START, stop_strings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, merge_projections, model_spec
 from jaxrl_llm.plan.models import find_model, find_tokenizer, spec_of
@@ -109,7 +110,7 @@ class OpenModel:
         It takes the settings of `generate`, without `n` and `batch_size`, and raises the same
         errors.
 
-        Guarantees: together the pieces are the text that `generate` returns.
+        Guarantees: in float32 the pieces together are the text that `generate` returns.
         """
         how = read_settings(StreamSettings, settings, "stream")
         (read,) = read_prompts([prompt], self.tokenizer, chat=how.chat, names=[THE_PROMPT])
@@ -309,7 +310,7 @@ class _Batch:
 
 def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
     how, arguments = _arguments(model, batch)
-    out = jax.device_get(_program(model, generate, how)(model.params, *arguments))
+    out = jax.device_get(_program(model, how)(model.params, *arguments))
     completions = completions_of(
         model.tokenizer, batch.sampling.stops, out.tokens, out.lengths, out.logprobs
     )
@@ -321,19 +322,39 @@ def _answer_batch(model: OpenModel, batch: _Batch) -> list[Answer]:
 
 def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: int) -> Iterator[str]:
     """The text of one answer in pieces of a few tokens."""
-    sampling = _for_model(model, [prompt], sampling)
+    sampling, strings = _for_model(model, [prompt], sampling), sampling.stop_strings
     longest = _longest(model, [prompt], sampling)
-    batch = _Batch(prompts=[prompt], sampling=sampling, seed=seed, longest=longest)
-    how, arguments = _arguments(model, batch)
-    state = _program(model, begin, how)(model.params, *arguments)
-    further, live = _program(model, advance, how), True
-    text, given = TextStream(model.tokenizer), 0
-    while live:
-        state = further(model.params, *arguments, state)
-        row, live = jax.device_get((state.tokens_NR[0], state.slots.num_live > 0))
-        ids = row[row >= 0].tolist()
-        piece = text.add(ids[given:]) + ("" if live else text.end())
-        given = len(ids)
+    context = row_width(longest, model.spec.config.max_position_embeddings)
+    engine = Engine(
+        _spec(model, longest),
+        model.params,
+        EngineSettings(
+            max_context=context,
+            num_slots=1,
+            cache_tokens=context,
+            stop_ids=sampling.stop_token_ids,
+            # Settings are static, and programs few.
+            sampling=replace(sampling, max_new_tokens=context),
+            steps=STREAMED,
+        ),
+    )
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    limit = longest - len(prompt.token_ids)
+    sequence = engine.add(prompt.token_ids, limit=limit, seed_key=key, sample_id=0)
+    text, given, stop_state = TextStream(model.tokenizer), 0, START
+    while engine.has_work:
+        engine.step()
+        ids = sequence.response[given:]
+        given += len(ids)
+        for place, token in enumerate(ids if strings is not None else ()):
+            stop_state = strings.after(stop_state, token)
+            if stop_state == strings.complete:
+                engine.abort(sequence)
+                ids = ids[: place + 1]
+                break
+        if ids and ids[-1] in sampling.stop_token_ids:
+            ids = ids[:-1]
+        piece = text.add(ids) + ("" if engine.has_work else text.end())
         if piece:
             yield piece
 
@@ -379,26 +400,23 @@ def row_width(length: int, positions: int) -> int:
     return min(max(FEWEST_TOKENS, 1 << (length - 1).bit_length()), positions)
 
 
-def _program(model: OpenModel, function: Callable[..., Any], how: _How) -> Callable[..., Any]:
-    """A function of the engine, compiled for these sizes. `advance` gets the state as well."""
-    config = model.spec.config.for_context(how.longest)
-    key = (function, how.shape, how.settings, config)
+def _program(model: OpenModel, how: _How) -> Callable[..., Any]:
+    """`generate`, compiled for these sizes."""
+    spec = _spec(model, how.longest)
+    key = (how.shape, how.settings, spec.config)
     if key not in model.programs:
-        spec = model_spec(config, dtype=model.spec.dtype, form=model.spec.form)
 
         def run(
-            params: Params,
-            prompts: Any,
-            lengths: Any,
-            samples: Any,
-            seed: Any,
-            limits: Any,
-            *state: Any,
+            params: Params, prompts: Any, lengths: Any, samples: Any, seed: Any, limits: Any
         ) -> Any:
-            before = (*state, STREAMED) if state else ()
-            after = (spec, params, prompts, lengths, samples, seed, how.settings)
-            return function(*before, *after, limits_N=limits)
+            arguments = (prompts, lengths, samples, seed, how.settings)
+            return generate(spec, params, *arguments, limits_N=limits)
 
-        donated = (6,) if function is advance else ()
-        model.programs[key] = jax.jit(run, donate_argnums=donated)
+        model.programs[key] = jax.jit(run)
     return model.programs[key]
+
+
+def _spec(model: OpenModel, longest: int) -> ModelSpec:
+    """The model for rows of `longest` tokens, on which rope may depend."""
+    config = model.spec.config.for_context(longest)
+    return model_spec(config, dtype=model.spec.dtype, form=model.spec.form)

@@ -158,30 +158,6 @@ def generate(
     return _output(state, settings.sampling, settings.pad_id, queue.lengths_N, queue.group_N)
 
 
-def begin(*arguments: Any, **limits: Any) -> State:
-    """The state before the first token of one sample. It takes the arguments of `generate`.
-
-    Call it inside jit. `advance` continues from it, so that text can be shown while it is made.
-    """
-    engine = _engine(*arguments, **limits)
-    with strict_scope(engine.strict):
-        return engine.fill_slots(engine.prefill(engine.empty()))
-
-
-def advance(state: State, steps: int, *arguments: Any, **limits: Any) -> State:
-    """Up to `steps` more tokens of the sample of `begin`, which got the same other arguments.
-
-    Guarantees: the tokens and log-probs that `generate` gives. `state.tokens_NR` has -1 where none
-        is written yet; nothing is live in `state.slots` after the last.
-    """
-    engine = _engine(*arguments, **limits)
-    until = state.steps + steps
-    with strict_scope(engine.strict):
-        return lax.while_loop(
-            lambda now: _more_live(0, now) & (now.steps < until), engine.decode, state
-        )
-
-
 class GenerationModel(NamedTuple):
     """A model with the weights that the decode step reads, such as merged projections."""
 

@@ -25,7 +25,7 @@ from jaxrl_llm.estimate.estimate import Estimate, estimate
 from jaxrl_llm.estimate.memory import sampled_bytes, temporary
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import Work, work_of
-from jaxrl_llm.generation.engine import begin
+from jaxrl_llm.generation.engine import GenerationInPieces
 from jaxrl_llm.generation.memory import (
     GB,
     Replica,
@@ -273,13 +273,15 @@ def test_planned_bytes_of_the_cache_are_its_arrays(changes, memory):
     found = fitted(asked, one, memory)
     spec = model_spec(model, dtype="bfloat16")
     row = jnp.zeros((64,), jnp.int32)
-    state = jax.eval_shape(
-        lambda params: begin(
-            spec, params, jnp.zeros((64, 48), jnp.int32), row, row, jax.random.key(0), found
-        ),
-        spec.params,
+    loops = GenerationInPieces(
+        prompts_NP=jnp.zeros((64, 48), jnp.int32),
+        lengths_N=row,
+        sample_ids_N=row,
+        seed_key=jax.random.key(0),
+        settings=found,
     )
-    real = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+    *_, cache = jax.eval_shape(lambda p: loops.begin(spec, p, p), spec.params)
+    real = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert cache_bytes(found, one) == pytest.approx(real)
     assert generation_bytes(found, one) <= memory or found.num_slots == 8
 

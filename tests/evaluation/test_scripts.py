@@ -152,6 +152,10 @@ def test_a_streamed_answer_is_the_answer(exported):
         pieces = list(model.stream("1+2=", max_new_tokens=11, seed=seed))
         assert "".join(pieces) == answer.text
         assert len(pieces) > 1 or len(answer.completions[0].tokens) <= 5  # the end has no text
+        stop = answer.text[2:4]  # in the middle of a piece
+        (cut,) = model.generate("1+2=", max_new_tokens=11, seed=seed, stop=stop)
+        assert "".join(model.stream("1+2=", max_new_tokens=11, seed=seed, stop=stop)) == cut.text
+        assert stop in cut.text and len(cut.text) <= 4
 
 
 def test_batches_do_not_change_the_answers(exported):

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +41,7 @@ from jaxrl_llm.distributed.transfer import call, takes_part
 from jaxrl_llm.evaluation.held_out_statistics import interval_metrics
 from jaxrl_llm.generation.completions import completions_of
 from jaxrl_llm.generation.engine import (
-    GenerationInPieces,
+    GenerationLoops,
     compiler_options,
     generate_on_mesh,
 )
@@ -180,14 +179,13 @@ class Validator:
         settings = fitted(settings, replica, self._memory)
         answering = _Answering(role=role, dtype=self._dtype, settings=settings)
         options = compiler_options(samples, settings.num_slots)
-        tails = range(len(tails_of(settings, samples)))
+        tails = len(tails_of(settings, samples))
         whole = settings.turns is not None  # turns have no pieces
         if tails and role.mesh.size == 1 and jax.process_count() == 1 and not whole:
             return Chain(
                 answering.answer,
-                answering.begin,
-                [partial(answering.tail, number) for number in tails],
-                answering.end,
+                answering.pieces,
+                tails,
                 num_arguments=8,
                 place=replicated(self._mesh),
                 out_shardings=self._sharding,
@@ -409,23 +407,9 @@ class _Answering:
             return answers
         return (*answers, out.turns.turn_ids, out.turns.rewards, out.turns.stop_reasons)
 
-    def begin(self, params: Params, *inputs: Any) -> tuple[Any, Any, Any]:
-        spec, sampled = sampling_model(self.role.spec, params, self.dtype)
-        return self._generation(*inputs).begin(spec, sampled, params)
-
-    def tail(self, number: int, params: Params, *inputs_and_carried: Any) -> tuple[Any, Any]:
-        inputs, carried = inputs_and_carried[:7], inputs_and_carried[7:]
-        return self._generation(*inputs).tail(number, params, *carried)
-
-    def end(
-        self, params: Params, *inputs_and_passed: Any
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *inputs, passed = inputs_and_passed
-        out = self._generation(*inputs).end(passed)
-        return out.tokens, out.lengths, out.logprobs
-
-    def _generation(
+    def pieces(
         self,
+        params: Params,
         prompts: Any,
         lengths: Any,
         sample_ids: Any,
@@ -433,14 +417,17 @@ class _Answering:
         step: Any,
         numbers: Any,
         images: Any,
-    ) -> GenerationInPieces:
-        return GenerationInPieces(
+    ) -> GenerationLoops:
+        return GenerationLoops(
+            model=lambda trained: sampling_model(self.role.spec, trained, self.dtype),
+            trained=params,
             prompts_NP=prompts,
             lengths_N=lengths,
             sample_ids_N=sample_ids,
             seed_key=_key(seed, step),
             settings=self.settings,
             images=images,
+            output=lambda out: (out.tokens, out.lengths, out.logprobs),
         )
 
 

@@ -9,7 +9,7 @@ queue in the same step. Two loops are nested:
         while more are live than the next tail holds:  one decode step
 
 A caller may also have the loop of all slots and the loop of each tail as separate programs
-(`GenerationInPieces`), which compile in parallel. They compute the same.
+(`GenerationLoops`), which compile in parallel. They compute the same.
 
 queue.py holds the prompts, slots.py the carried state, prefill.py and decode.py the two bodies.
 tail.py has the end of a batch, pages.py the memory of the slots. The number of slots is bound by
@@ -196,15 +196,17 @@ def _added_weights(model: GenerationModel, trained: Any) -> AddedWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationInPieces:
-    """`generate` with these arguments, cut between its loops. Call it inside jit.
+class GenerationLoops:
+    """`generate` with these arguments, cut between its loops: the `Pieces` of a chain.
 
-    Call `begin`, then `tail` for each of the tails, then `end`, with the same `trained` weights.
-    The cache may be donated from one call to the next.
+    Make it inside jit, with the same arguments for each piece. The cache may be donated from one
+    to the next. `model` makes spec and weights to compute with of the `trained` weights.
 
     Guarantees: the tokens and log-probs of `generate`.
     """
 
+    model: Callable[[Any], tuple[ModelSpec, Any]]
+    trained: Any
     prompts_NP: jax.Array
     lengths_N: jax.Array
     sample_ids_N: jax.Array
@@ -212,38 +214,31 @@ class GenerationInPieces:
     settings: GenerationSettings
     limits_N: jax.Array | None = None
     images: Images | None = None
+    output: Callable[[GenerationOutput], Any] = lambda output: output  # what `end` returns of it
 
-    def begin(
-        self, spec: ModelSpec, params: Any, trained: Any
-    ) -> tuple[AddedWeights, State, Cache]:
-        """Run the loops of all slots. `params` are the `trained` weights in the rollout's dtype.
-
-        The returned state is without its cache.
-        """
-        engine = self._engine(spec, params)
+    def begin(self) -> tuple[AddedWeights, State, Cache]:
+        """Run the loops of all slots. The returned state is without its cache."""
+        engine = self._engine(*self.model(self.trained))
         with strict_scope(engine.strict):
             after = _run_main_loops(engine, engine.empty())
-        return _added_weights(engine.model, trained), *_cut(after)
+        return _added_weights(engine.model, self.trained), *_cut(after)
 
-    def tail(
-        self,
-        number: int,
-        trained: Any,
-        added: AddedWeights,
-        state: State,
-        cache: Cache,
+    def go_on(
+        self, number: int, kept: AddedWeights, passed: State, moved: Cache
     ) -> tuple[State, Cache]:
         """Run tail `number`, counted from 0."""
-        model = added.model(trained)
+        model = kept.model(self.trained)
         engine = self._engine(model.spec, model.params, in_generation_form=True)
         with strict_scope(engine.strict):
-            return _cut(_run_tail(engine, state._replace(cache=cache), number))
+            return _cut(_run_tail(engine, passed._replace(cache=moved), number))
 
-    def end(self, state: State) -> GenerationOutput:
-        """The responses."""
+    def end(self, passed: State) -> Any:
+        """The responses, as `output` has them."""
         settings = self.settings
         group_N = jnp.arange(self.lengths_N.shape[0]) // settings.group
-        return _output(state, settings.sampling, settings.pad_id, self.lengths_N, group_N)
+        return self.output(
+            _output(passed, settings.sampling, settings.pad_id, self.lengths_N, group_N)
+        )
 
     def _engine(
         self, spec: ModelSpec, params: Any, *, in_generation_form: bool = False

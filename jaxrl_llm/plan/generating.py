@@ -12,7 +12,7 @@ from jaxrl_llm.arguments import Seed
 from jaxrl_llm.config import Config
 from jaxrl_llm.distributed.communication import DECODE_STEPS, PREFILLS
 from jaxrl_llm.generation.engine import (
-    GenerationInPieces,
+    GenerationLoops,
     GenerationOutput,
     compiler_options,
     generate_on_mesh,
@@ -152,58 +152,40 @@ class Generate(ModelStage):
         )
         return self.output(out)
 
-    def pieces(self) -> "GenerateInPieces | None":
-        """The loop of all slots, then each tail: every decode step is a program of its own."""
-        count = self.how.tails(self.model)
-        return GenerateInPieces(stage=self, count=count) if count else None
+    @property
+    def num_pieces(self) -> int:
+        """The tails: with the loop of all slots, every decode step is a program of its own."""
+        return self.how.tails(self.model)
 
-    def output(self, out: GenerationOutput) -> StageOutput:
-        """The result of the stage, made of a generation."""
-        sampled = (out.tokens, out.lengths, out.mask, out.logprobs)
-        writes = dict(zip(SAMPLED, sampled, strict=True)) | {ROUTES: out.routes, KEPT: out.kept}
-        return StageOutput({name: writes[name] for name in self.writes}, loop_counts(out))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateInPieces:
-    """`Generate` on one device, cut between the loops of the engine: see `dataflow.Pieces`."""
-
-    stage: Generate
-    count: int
-
-    def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
-        """The loops of all slots."""
-        how, stored = self.stage.how, params_of(state)
-        spec, params = sampling_model(self.stage.model.spec, stored, how.dtype)
-        return self._generation(step, **fields).begin(spec, params, stored)
-
-    def go_on(
-        self, number: int, state: Any, step: jax.Array, *carried: Any, **fields: jax.Array
-    ) -> tuple[Any, Any]:
-        """One tail."""
-        return self._generation(step, **fields).tail(number, params_of(state), *carried)
-
-    def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
-        """The responses."""
-        return self.stage.output(self._generation(step, **fields).end(passed))
-
-    def _generation(
+    def pieces(
         self,
+        state: Any,
         step: jax.Array,
         *,
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         sample_ids: jax.Array,
         **media: jax.Array,
-    ) -> GenerationInPieces:
-        return GenerationInPieces(
+    ) -> GenerationLoops:
+        """The generation on one device, cut between the loops of the engine."""
+        spec, dtype = self.model.spec, self.how.dtype
+        return GenerationLoops(
+            model=lambda trained: sampling_model(spec, trained, dtype),
+            trained=params_of(state),
             prompts_NP=prompts,
             lengths_N=prompt_lengths,
             sample_ids_N=sample_ids,
-            seed_key=self.stage.how.keys(step),
-            settings=self.stage.how.settings,
+            seed_key=self.how.keys(step),
+            settings=self.how.settings,
             images=images_in(media),
+            output=self.output,
         )
+
+    def output(self, out: GenerationOutput) -> StageOutput:
+        """The result of the stage, made of a generation."""
+        sampled = (out.tokens, out.lengths, out.mask, out.logprobs)
+        writes = dict(zip(SAMPLED, sampled, strict=True)) | {ROUTES: out.routes, KEPT: out.kept}
+        return StageOutput({name: writes[name] for name in self.writes}, loop_counts(out))
 
 
 def images_in(media: Mapping[str, jax.Array]) -> Images | None:

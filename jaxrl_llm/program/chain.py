@@ -5,7 +5,7 @@ number of slots, and each of them is compiled as long as a program of its own. A
 such programs. Once they are compiled, the host dispatches all of them at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,22 +13,17 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.program.ahead import CompileJob, Compilers, Link, Run
+from jaxrl_llm.program.stage import Pieces
 
 
 class Chain:
-    """A function that is cut into programs; it is called as `jax.jit(whole)` is.
-
-    `begin`, each of `middle` and `end` take the arguments of `whole`. `begin` returns three values
-    for `middle`: kept is only read. Passed and moved are replaced by each, and moved is donated.
-    `middle` also takes these three, and `end` takes passed.
-    """
+    """A function that is cut into programs; it is called as `jax.jit(whole)` is."""
 
     def __init__(
         self,
         whole: Run,
-        begin: Run,
-        middle: Sequence[Run],
-        end: Run,
+        pieces: Callable[..., Pieces],
+        count: int,
         *,
         num_arguments: int,
         donated: tuple[int, ...] = (),
@@ -37,8 +32,9 @@ class Chain:
         compiler_options: dict[str, Any] | None,
         compilers: Compilers,
     ) -> None:
-        """Arrays that one program hands to the next lie on `place`. The last one donates `donated`.
+        """`pieces` takes the arguments of `whole`; `count` of them are between first and last.
 
+        Arrays that one program hands to the next lie on `place`. The last one donates `donated`.
         A call waits for each program that `compilers` compile ahead.
         """
         self._compilers = compilers
@@ -46,10 +42,22 @@ class Chain:
         self.setting = setting_of(place.mesh, compiler_options)
         jit = partial(jax.jit, compiler_options=compiler_options)
         name, moved = whole.__name__, num_arguments + 2
+
+        def begin(*arguments: Any) -> Any:
+            return pieces(*arguments).begin()
+
+        def go_on(number: int, *arguments: Any) -> Any:
+            carried = arguments[num_arguments:]
+            return pieces(*arguments[:num_arguments]).go_on(number, *carried)
+
+        def end(*arguments: Any) -> Any:
+            return pieces(*arguments[:num_arguments]).end(*arguments[num_arguments:])
+
         self._place = place
         self._begin = jit(_named(name, begin), out_shardings=place)
         self._middle = [
-            jit(_named(name, run), donate_argnums=(moved,), out_shardings=place) for run in middle
+            jit(_named(name, partial(go_on, i)), donate_argnums=(moved,), out_shardings=place)
+            for i in range(count)
         ]
         ending = partial(jit, donate_argnums=donated, out_shardings=out_shardings)
         self._end, self._whole = ending(_named(name, end)), ending(whole)

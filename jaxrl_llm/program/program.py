@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl_llm.distributed.multihost import (
     HostRows,
@@ -444,9 +444,18 @@ class Program:
         self._settings[segment.name] = setting_of(mesh, options)
         # Several processes compile a segment together.
         on_one = mesh.size == 1 and jax.process_count() == 1
-        if on_one and (pieces := segment.stages[0].pieces()) is not None:
-            place, compilers = replicated(mesh), self._compilers
-            return _chain_of(segment, pieces.count, place, out_shardings, options, compilers)
+        if on_one and (count := segment.stages[0].num_pieces):
+            return Chain(
+                segment.iteration,
+                segment.pieces,
+                count,
+                num_arguments=5,
+                donated=(0,),
+                place=replicated(mesh),
+                out_shardings=out_shardings,
+                compiler_options=options,
+                compilers=self._compilers,
+            )
         return jax.jit(
             segment.supervised if self._supervised else segment.iteration,
             donate_argnums=(0,),
@@ -504,26 +513,3 @@ def _call(
     with transfer_guard(), segment_memory_guard(segment):
         results = call(compiled, arguments, mesh)
     return now.end(segment, results, mesh)
-
-
-def _chain_of(
-    segment: Segment,
-    count: int,
-    place: NamedSharding,
-    out_shardings: Any,
-    compiler_options: dict[str, Any] | None,
-    compilers: Compilers,
-) -> Chain:
-    """`segment.iteration` as a chain; its first stage is cut into `count` pieces, and two more."""
-    return Chain(
-        segment.iteration,
-        segment.begin,
-        [partial(segment.go_on, number) for number in range(count)],
-        segment.end,
-        num_arguments=5,
-        donated=(0,),
-        place=place,
-        out_shardings=out_shardings,
-        compiler_options=compiler_options,
-        compilers=compilers,
-    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -97,7 +96,7 @@ class Segment:
 
         `learning` are the states that the segment replaces, `fixed` those that it only reads.
         `arguments` are the numbers of the stages.
-        `first` is called in place of the first stage, without a state: see `end`.
+        `first` is called in place of the first stage, without a state: see `pieces`.
         Returns the new states, the fields that were written, and metrics by stage.
         """
         fields, metrics, states = dict(fields), {}, fixed | learning
@@ -124,56 +123,46 @@ class Segment:
         """`iteration` of a training that a run begins with; compilations are counted by name."""
         return self.iteration(*arguments)
 
-    def begin(
+    def pieces(
         self,
         learning: States,
         fixed: States,
         fields: dict[str, Any],
         arguments: Sequence[Any],
         step: jax.Array,
-    ) -> tuple[Any, Any, Any]:
-        """The first program of a chain; the first stage is cut into pieces."""
-        stage, pieces = self._in_pieces(arguments)
-        with jax.named_scope(stage.name):
-            return pieces.begin(stage.state_of(fixed | learning), step, **self._of_first(fields))
-
-    def go_on(
-        self,
-        number: int,
-        learning: States,
-        fixed: States,
-        fields: dict[str, Any],
-        arguments: Sequence[Any],
-        step: jax.Array,
-        *carried: Any,
-    ) -> tuple[Any, Any]:
-        """A program in the middle of a chain; `carried` is as for `Pieces.go_on`."""
-        stage, pieces = self._in_pieces(arguments)
-        with jax.named_scope(stage.name):
-            state = stage.state_of(fixed | learning)
-            return pieces.go_on(number, state, step, *carried, **self._of_first(fields))
-
-    def end(
-        self,
-        learning: States,
-        fixed: States,
-        fields: dict[str, Any],
-        arguments: Sequence[Any],
-        step: jax.Array,
-        passed: Any,
-    ) -> tuple[States, dict[str, Any], dict[str, dict[str, Any]]]:
-        """The last program of a chain; returns what `iteration` returns."""
-        first = partial(self._in_pieces(arguments)[1].end, passed=passed)
-        return self.iteration(learning, fixed, fields, arguments, step, first)
-
-    def _in_pieces(self, arguments: Sequence[Any]) -> tuple[Stage, Pieces]:
+    ) -> Pieces:
+        """`iteration` as a chain: the first stage is cut, and the last program does the rest."""
         stage = self.stages[0].with_arguments(arguments[0])
-        pieces = stage.pieces()
-        assert pieces is not None, stage.name
-        return stage, pieces
+        own = {name: fields[name] for name in stage.reads}
+        pieces = stage.pieces(stage.state_of(fixed | learning), step, **own)
 
-    def _of_first(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: fields[name] for name in self.stages[0].reads}
+        def rest(passed: Any) -> Any:
+            def first(step: jax.Array, **fields: jax.Array) -> StageOutput:
+                return pieces.end(passed)
+
+            return self.iteration(learning, fixed, fields, arguments, step, first)
+
+        return _SegmentPieces(stage.name, pieces, rest)
+
+
+@dataclass(frozen=True)
+class _SegmentPieces:
+    """The pieces of a segment's first stage, with what ends them."""
+
+    name: str
+    first: Pieces
+    rest: Callable[[Any], Any]
+
+    def begin(self) -> tuple[Any, Any, Any]:
+        with jax.named_scope(self.name):
+            return self.first.begin()
+
+    def go_on(self, number: int, kept: Any, passed: Any, moved: Any) -> tuple[Any, Any]:
+        with jax.named_scope(self.name):
+            return self.first.go_on(number, kept, passed, moved)
+
+    def end(self, passed: Any) -> Any:
+        return self.rest(passed)
 
 
 def _from_its_first_step(stage: Stage, state: Any, step: jax.Array, fields: Any) -> StageOutput:

@@ -31,30 +31,23 @@ class StageOutput:
 
 
 class Pieces(Protocol):
-    """A device stage without updates that is cut into programs. Each method is traced.
+    """A computation that is cut into programs. Each method is traced in a program of its own.
 
-    `begin`, then `go_on` with the numbers below `count`, then `end` do what the stage does. `kept`
+    `begin`, then `go_on` with the numbers from 0 on, then `end` do what the whole does. `kept`
     is what each `go_on` reads. `passed` and `moved` are what each of them replaces: the arrays of
-    `moved` are donated, so their shapes stay. `fields` are those that the stage reads.
+    `moved` are donated, so their shapes stay.
     """
 
-    @property
-    def count(self) -> int:
-        """The number of calls of `go_on`."""
-        ...
-
-    def begin(self, state: Any, step: jax.Array, **fields: jax.Array) -> tuple[Any, Any, Any]:
+    def begin(self) -> tuple[Any, Any, Any]:
         """`kept`, `passed` and `moved` of the first program."""
         ...
 
-    def go_on(
-        self, number: int, state: Any, step: jax.Array, *carried: Any, **fields: jax.Array
-    ) -> tuple[Any, Any]:
-        """The next `passed` and `moved`; `carried` are `kept` and these."""
+    def go_on(self, number: int, kept: Any, passed: Any, moved: Any) -> tuple[Any, Any]:
+        """The next `passed` and `moved`."""
         ...
 
-    def end(self, step: jax.Array, passed: Any, **fields: jax.Array) -> StageOutput:
-        """The result of the stage."""
+    def end(self, passed: Any) -> Any:
+        """The result."""
         ...
 
 
@@ -109,9 +102,14 @@ class Stage(Numbered):
         """The state that the stage gets."""
         return states.get(self.role)
 
-    def pieces(self) -> Pieces | None:
-        """The stage as programs that run one after the other, where that compiles sooner."""
-        return None
+    @property
+    def num_pieces(self) -> int:
+        """Programs between the first and the last, where several compile sooner; 0: one is made."""
+        return 0
+
+    def pieces(self, state: Any, step: jax.Array, **fields: jax.Array) -> Pieces:
+        """The call with these arguments, as programs that run one after the other."""
+        raise NotImplementedError(self.name)
 
     def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Output shapes of a host stage for `rows` rows. Host stages are not traced."""

@@ -27,7 +27,7 @@ from jaxrl_llm.distributed.layout import Layout, generation_layout, mesh_of
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated, shardings
 from jaxrl_llm.estimate.memory import float8_bytes
 from jaxrl_llm.generation.engine import (
-    GenerationInPieces,
+    GenerationLoops,
     GenerationOutput,
     compiler_options,
     generate_on_mesh,
@@ -133,13 +133,12 @@ class Generation(Case):
         rows = work.rows // self.layout.num_replicas
         options = compiler_options(rows, self.settings.num_slots)
         arguments = self.weights.abstract, *inputs, key
-        tails = range(len(tails_of(self.settings, rows)))
+        tails = len(tails_of(self.settings, rows))
         if tails and self.mesh.size == 1:
             chain = Chain(
                 self._answer,
-                self._begin,
-                [partial(self._tail, number) for number in tails],
-                self._end,
+                self._pieces,
+                tails,
                 num_arguments=len(arguments),
                 place=whole,
                 out_shardings=whole,
@@ -258,21 +257,12 @@ class Generation(Case):
             limits_N=limits,
         )
 
-    def _begin(self, params: Any, *inputs: Any) -> tuple[Any, Any, Any]:
-        return self._in_pieces(*inputs).begin(self.spec, params, params)
-
-    def _tail(self, number: int, params: Any, *inputs_and_carried: Any) -> tuple[Any, Any]:
-        inputs, carried = inputs_and_carried[:5], inputs_and_carried[5:]
-        return self._in_pieces(*inputs).tail(number, params, *carried)
-
-    def _end(self, params: Any, *inputs_and_passed: Any) -> GenerationOutput:
-        *inputs, passed = inputs_and_passed
-        return self._in_pieces(*inputs).end(passed)
-
-    def _in_pieces(
-        self, prompts: Any, lengths: Any, sample_ids: Any, limits: Any, key: Any
-    ) -> GenerationInPieces:
-        return GenerationInPieces(
+    def _pieces(
+        self, params: Any, prompts: Any, lengths: Any, sample_ids: Any, limits: Any, key: Any
+    ) -> GenerationLoops:
+        return GenerationLoops(
+            model=lambda trained: (self.spec, trained),
+            trained=params,
             prompts_NP=prompts,
             lengths_N=lengths,
             sample_ids_N=sample_ids,

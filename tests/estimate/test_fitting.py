@@ -25,7 +25,7 @@ from jaxrl_llm.estimate.estimate import Estimate, estimate
 from jaxrl_llm.estimate.memory import sampled_bytes, temporary
 from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import Work, work_of
-from jaxrl_llm.generation.engine import GenerationInPieces
+from jaxrl_llm.generation.engine import GenerationLoops
 from jaxrl_llm.generation.memory import (
     GB,
     Replica,
@@ -273,14 +273,19 @@ def test_planned_bytes_of_the_cache_are_its_arrays(changes, memory):
     found = fitted(asked, one, memory)
     spec = model_spec(model, dtype="bfloat16")
     row = jnp.zeros((64,), jnp.int32)
-    loops = GenerationInPieces(
-        prompts_NP=jnp.zeros((64, 48), jnp.int32),
-        lengths_N=row,
-        sample_ids_N=row,
-        seed_key=jax.random.key(0),
-        settings=found,
-    )
-    *_, cache = jax.eval_shape(lambda p: loops.begin(spec, p, p), spec.params)
+
+    def begin(params):
+        return GenerationLoops(
+            model=lambda trained: (spec, trained),
+            trained=params,
+            prompts_NP=jnp.zeros((64, 48), jnp.int32),
+            lengths_N=row,
+            sample_ids_N=row,
+            seed_key=jax.random.key(0),
+            settings=found,
+        ).begin()
+
+    *_, cache = jax.eval_shape(begin, spec.params)
     real = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert cache_bytes(found, one) == pytest.approx(real)
     assert generation_bytes(found, one) <= memory or found.num_slots == 8

@@ -14,7 +14,7 @@ from jaxrl_llm.distributed.layout import generation_layout, train_layout
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, batch_sharding, replicated, shardings
 from jaxrl_llm.generation.engine import (
     FEWEST_WITHOUT_TRITON,
-    GenerationInPieces,
+    GenerationLoops,
     compiler_options,
     generate,
     generate_on_mesh,
@@ -439,16 +439,22 @@ def test_a_tail_as_a_program_copies_neither_weights_nor_cache():
     key = jax.eval_shape(lambda: jax.random.key(0))
     inputs = abstract((ints((slots, PROMPT)), ints((slots,)), ints((slots,)), key))
 
-    def generation(prompts, lengths, ids, key):
-        return GenerationInPieces(
-            prompts_NP=prompts, lengths_N=lengths, sample_ids_N=ids, seed_key=key, settings=settings
+    def generation(params, prompts, lengths, ids, key):
+        return GenerationLoops(
+            model=lambda trained: (spec, trained),
+            trained=params,
+            prompts_NP=prompts,
+            lengths_N=lengths,
+            sample_ids_N=ids,
+            seed_key=key,
+            settings=settings,
         )
 
     def begin(params, *inputs):
-        return generation(*inputs).begin(spec, params, params)
+        return generation(params, *inputs).begin()
 
     def go_on(params, kept, state, cache, *inputs):
-        return generation(*inputs).tail(0, params, kept, state, cache)
+        return generation(params, *inputs).go_on(0, kept, state, cache)
 
     params = abstract(spec.params)
     carried = abstract(jax.eval_shape(begin, params, *inputs))

@@ -32,7 +32,7 @@ PIECES = len(TAILS) + 2  # the loop of all slots before them, and what is made o
 def responses_of_two_steps(hf: dict, chained: bool, monkeypatch) -> tuple:
     monkeypatch.setattr(sizes, "default_tails", lambda *_: TAILS)
     if not chained:
-        monkeypatch.setattr(Generate, "pieces", lambda self: None)
+        monkeypatch.setattr(Generate, "num_pieces", 0)
     config = tiny_config(model_reward=False)
     config = replace(config, actor=replace(config.actor, hf_config=hf))
     # Generation merges projections and casts the weights: the norms alone are not new.

@@ -33,8 +33,9 @@ def test_two_processes_see_each_other_and_each_measures_its_devices(tmp_path):
         f"--json={output}",
     ]
     result = launch_here(*words)
-    assert result.returncode == 0, result.stderr
     report = json.loads(output.read_text())
+    disk_is_slow = any(row["slow"] for row in report["findings"] if row["what"].startswith("disk"))
+    assert result.returncode == disk_is_slow, result.stderr
     found = {(row["process"], row["what"]): row for row in report["findings"]}
     for process in (0, 1):
         for what in ("matmul", "device memory", "host to device", "disk write", "file locks"):
@@ -44,7 +45,7 @@ def test_two_processes_see_each_other_and_each_measures_its_devices(tmp_path):
     assert (1, "collective bandwidth") not in found
     assert found[0, "all-reduce"]["where"] == "2 devices, 2 processes"
     assert found[0, "shared folder"]["value"] == found[0, "locks are shared"]["value"] == 2
-    assert report["ok"] and len(report["devices"]) == 2
+    assert report["ok"] != disk_is_slow and len(report["devices"]) == 2
     assert list(folder.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.models.config import ModelConfig, QwenVision
 from jaxrl_llm.models.decoder import Decoder, Remat, RunLayers
 from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.layers import Embedding, Form, Layer, Projection
-from jaxrl_llm.models.media import Media
+from jaxrl_llm.models.media import Media, features_of
 from jaxrl_llm.models.qwen_vision import QwenEncoder
 from jaxrl_llm.models.vision import ImageEncoder
 
@@ -59,7 +59,7 @@ class _WithDecoder(Layer):
         media: Media | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Hidden states, the new cache, and routers' statistics; see `Decoder.__call__`."""
-        features = None if media is None else self.vision(media)
+        features = None if media is None else features_of(self.vision, media)
         if media is not None and media.rope_BT3 is not None:
             positions_BT = media.rope_BT3
         hidden_BTD, cache, routed = self.decoder(

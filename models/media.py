@@ -5,11 +5,14 @@ n tokens of an image at most, c patches of a token, q values of a patch, T token
 features of a row, D hidden size of the decoder, V parts of a feature.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
 
+from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS
 
 
@@ -108,3 +111,38 @@ def media_of(
         grids_BC2=jnp.where(is_image_BC1, grids_BC2, 0),
         rope_BT3=rope_BT3,
     )
+
+
+def features_of(encoder: Any, media: Media) -> Features:
+    """The features of the images of rows; each replica of a layout in scope encodes its own."""
+    layout = layout_in_scope()
+    rows, samples = media.place_BT.shape[0], media.pixels_NIncq.shape[0]
+    if layout is None or any(size % layout.num_replicas for size in (rows, samples)):
+        return encoder(media)
+    return _of_replicas(encoder, media, layout)
+
+
+def _of_replicas(encoder: Any, media: Media, layout: Layout) -> Features:
+    graphdef, state = nnx.split(encoder)
+    replicas, axes = layout.num_replicas, layout.axes("batch")
+
+    def local(copies: Any, media: Media) -> Features:
+        own = nnx.merge(graphdef, jax.tree.map(lambda x: x[0], copies))
+        image_BC2, num_samples = media.image_BC2, media.pixels_NIncq.shape[0]
+        first = jax.lax.axis_index(axes) * num_samples if axes else 0
+        image_BC2 = jnp.where(image_BC2 >= 0, image_BC2 - jnp.array([1, 0]) * first, -1)
+        return own(media._replace(image_BC2=image_BC2))
+
+    in_scope = jax.sharding.get_abstract_mesh()
+    mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
+    others = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    own = PartitionSpec(axes)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(own, own),
+        out_specs=Features(PartitionSpec(None, axes), own),
+        axis_names={*axes, *others},
+        check_vma=False,
+        # A copy for each replica: the gradient of one array would be summed inside.
+    )(jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state), media)

@@ -18,11 +18,8 @@ from jaxrl_llm.models.image_models import IMAGE_MODELS, stored_names, with_prefi
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 _FRAMES = 2
 _PATCH = "patch_embed.proj.weight"
-# Prefixes of the tensors of the language half and of the encoder, as transformers 5 writes them.
-_PREFIXES = {
-    "qwen2_5_vl": ("model.", "visual."),
-    "qwen3_vl": ("model.language_model.", "model.visual."),
-}
+# Prefixes of tensors as transformers 5 has them in memory. Qwen2.5-VL's folders have others.
+_TEXT, _ENCODER = "model.language_model.", "model.visual."
 _OTHER_IDS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
@@ -124,8 +121,7 @@ def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
     vision, D = config.vision, config.hidden_size
     assert isinstance(vision, QwenVision) and kind == "causal_lm"
     W, F, N, p = vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.patch_size
-    of_text, encoder = _PREFIXES[vision.model_type]
-    old, J = vision.model_type == "qwen2_5_vl", vision.scale**2 * W
+    old, J, encoder = vision.model_type == "qwen2_5_vl", vision.scale**2 * W, _ENCODER
     values = _FRAMES * 3 * p * p
     names: Names = {
         ("vision", "patch", "kernel"): HFTensor(
@@ -161,21 +157,17 @@ def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
             names |= common.linear_names((*path, "gate"), f"{layer}.mlp.gate_proj", (W,), (F,))
         names |= common.linear_names((*path, "up"), f"{layer}.mlp.{up}", (W,), (F,))
         names |= common.linear_names((*path, "down"), f"{layer}.mlp.{down}", (F,), (W,))
-    return with_prefix(text, of_text) | names
+    return with_prefix(text, _TEXT) | names
 
 
 def as_stored(names: Names, stored: Iterable[str]) -> Names:
     """`names` with the prefixes of a folder, whose tensors are `stored`: releases differ."""
     stored = list(stored)
-    own = names["vision", "patch", "kernel"].parts[0].name.removesuffix(_PATCH)
-    there = next((x.removesuffix(_PATCH) for x in stored if x.endswith(_PATCH)), own)
-    table = names["decoder", "embed", "table"].parts[0].name
+    there = next((x.removesuffix(_PATCH) for x in stored if x.endswith(_PATCH)), _ENCODER)
     text = {path: tensor for path, tensor in names.items() if path[0] != "vision"}
-    if table not in stored:
-        prefix = table.removesuffix("embed_tokens.weight")
-        text = stored_names(text, stored, prefix)
+    text = stored_names(text, stored, _TEXT)
     seen = {
-        path: replace(tensor, name=there + tensor.name.removeprefix(own))
+        path: replace(tensor, name=there + tensor.name.removeprefix(_ENCODER))
         for path, tensor in names.items()
         if path[0] == "vision" and isinstance(tensor, HFTensor)
     }

@@ -175,9 +175,12 @@ class Rows:
             return self
         assert self.place is not None
         real = jnp.ones_like(self.tokens, bool) if self.real is None else self.real
-        source = self.source
-        if source is None:  # one sample a row
+        if self.source is None:  # one sample a row
             source = jnp.broadcast_to(jnp.arange(len(self.tokens))[:, None], self.tokens.shape)
+        else:  # counted over all replicas
+            replica = jnp.arange(len(self.tokens)) // self.rows_of_replica
+            num_replicas = len(self.tokens) // self.rows_of_replica
+            source = self.source + replica[:, None] * (len(named[0]) // num_replicas)
         tokens = (source, self.place, self.positions, real)
         return replace(self, media=media_of(Images(*named), *tokens))
 

@@ -5,6 +5,7 @@ Images have several sizes. Samples have two images, one or none. Rows are padded
 copy of a prompt.
 """
 
+import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_transformers_image_models import MODELS, ROPE, TEXT, saved_model
 from test_transformers_roundtrip import torch_bits
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
+from jaxrl_llm.checkpoint.peft import export_adapter, read_lora
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -27,9 +29,11 @@ from jaxrl_llm.images import ImageInput, token_grid
 from jaxrl_llm.learner.forward import ForwardSettings, response_logprobs
 from jaxrl_llm.learner.micro_batches import Packed, Padded
 from jaxrl_llm.learner.rows import rows_of, sample_fields
-from jaxrl_llm.models.base import model_spec
+from jaxrl_llm.models.base import draw_params, merge_adapters, model_spec
 from jaxrl_llm.models.config import QwenVision
 from jaxrl_llm.models.families import hf_names
+from jaxrl_llm.models.lora import Lora, join
+from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.models.media import Images
 from jaxrl_llm.models.qwen_vision import COLOURS
 from jaxrl_llm.models.qwen_vision_files import QWEN
@@ -258,12 +262,51 @@ def test_greedy_generation(folder, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_adapters_of_the_decoder(folder, name, tmp_path):
+    """PEFT's model of the exported adapters; the encoder has modules of the same names."""
+    peft = pytest.importorskip("peft")
+    theirs, spec, params = both(name, folder / name)
+    tensors = [
+        x.name for path, x in hf_names(spec.config, "causal_lm").items() if path[0] != "vision"
+    ]
+    lora = Lora(rank=3, alpha=5.0, modules=chosen_modules(("all-linear",), tensors))
+    adapted = model_spec(spec.config, lora=lora)
+    own = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape),
+        draw_params(adapted, adapted.learned, jax.random.key(3)),
+    )
+    out = export_adapter(tmp_path / "adapter", adapted, own, base=str(folder / name))
+    learned = peft.PeftModel.from_pretrained(copy.deepcopy(theirs), out).base_model.model
+    seen = seen_by(spec)
+    ids, pixels, fields = samples(seen)
+    joined = join(params, own)
+    for spec, weights in ((adapted, joined), merge_adapters(adapted, joined)):
+        found, *_ = response_logprobs(
+            weights, rows_of(fields), spec=spec, settings=ForwardSettings()
+        )
+        for i in range(0, N, GROUP):
+            prompt, size = ids[i // GROUP], int(fields["response_lengths"][i])
+            row = [*prompt, *np.asarray(fields["responses"][i, :size]).tolist()]
+            with torch.no_grad():
+                asked = (row, prompt, pixels[i // GROUP], seen)
+                logits = their_logits(name, learned, *asked).log_softmax(-1)
+            at = torch.arange(len(prompt) - 1, len(row) - 1)
+            expected = logits[at, torch.tensor(row[len(prompt) :])]
+            np.testing.assert_allclose(found[i, :size], expected.numpy(), atol=1e-4)
+    lora = read_lora(out, spec.config, "causal_lm", dtype="float32", dropout=0.0)
+    assert lora.modules == adapted.lora.modules
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_round_trip(folder, name, tmp_path):
     theirs, spec, params = both(name, folder / name)
-    out = export(tmp_path / "out", spec, params, tokenizer_files_from=folder / name)
-    before, after = (load_file(path / "model.safetensors") for path in (folder / name, out))
+    source = folder / name
+    like = export(tmp_path / "like", spec, params, tokenizer_files_from=source, image_model=source)
+    before, after = (load_file(path / "model.safetensors") for path in (source, like))
     assert before.keys() == after.keys()
     assert all(before[key].tobytes() == after[key].tobytes() for key in before)
+    # A model without a folder has transformers' names in memory.
+    out = export(tmp_path / "out", spec, params, tokenizer_files_from=source)
     back = type(theirs).from_pretrained(out)
     assert torch_bits(back) == torch_bits(theirs)
     for part in ("text_config", "vision_config"):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from safetensors.numpy import load_file
 from tiny_run import TinyRun, assert_same_bits
 
 from jaxrl_llm import config as c
@@ -84,10 +85,21 @@ def test_a_run_with_images_resumes_exactly_and_opens_again(tmp_path):
     model = export_checkpoint(last, tmp_path / "model")
     vision = load_model_config(model, images=True).vision
     assert isinstance(vision, QwenVision) and vision.window_size == 32
-    # The folder is trained on, with its encoder frozen.
+    # The folder is trained on, with its encoder frozen, and with adapters.
     frozen = TinyRun(tmp_path / "frozen")
-    train(config_of(frozen.folder, path=str(model), train_vision="none"))
+    config = config_of(frozen.folder, path=str(model), train_vision="none")
+    train(config)
     before, after = frozen.weights(0), frozen.weights(2)
     moved = {name for name in before if (before[name] != after[name]).any()}
     of_actor = {name for name in moved if name.startswith("actor")}
     assert of_actor and not [name for name in of_actor if "vision" in name]
+    adapted = TinyRun(tmp_path / "adapted")
+    lora = c.LoraConfig(rank=2, alpha=4.0)
+    config = replace(config, run_dir=str(adapted.run_dir), actor=replace(config.actor, lora=lora))
+    last = train(config).checkpoint
+    assert adapted.metrics()[2]["training/rollout_probs_diff_max"] < 1e-6
+    merged = export_checkpoint(last, tmp_path / "merged")
+    old, new = (load_file(path / "model.safetensors") for path in (model, merged))
+    changed = {name for name in old if (old[name] != new[name]).any()}
+    assert old.keys() == new.keys() and changed
+    assert all("language_model.layers" in name and "_proj" in name for name in changed)

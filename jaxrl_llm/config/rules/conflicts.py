@@ -151,17 +151,17 @@ def _of_role(role: str) -> Iterator[Row]:
 
 # What was not compared with images. docs/vision.md lists what was.
 _UNSEEN = (
-    *(f"mesh.{axis}" for axis in AXES),
+    *(f"mesh.{axis}" for axis in AXES if axis not in ("data", "fsdp")),
     *("mesh.generation.tensor", "mesh.passes.tensor", "placement", "node_groups"),
     *("rollout.tools", "rollout.environment", "rollout.program"),
     *("max_staleness", "rollout.filter_groups.enable", "rollout.quantization"),
     *("teacher", "models", "reward.model"),
-    ADAPTED,
 )
 
 OF_THE_RUN: tuple[Row, ...] = (
     # Images.
     ("actor.vision.train", TEXT_ALONE, "no image encoder is read"),
+    ("actor.vision.train", ADAPTED, "the encoder is a part of the frozen weights"),
     *((IMAGES, each, "this was not compared with images") for each in (*_UNSEEN, STRICT)),
     # The order of prompts.
     ("data.priority", OFFLINE, "an offline run scores no answers"),

@@ -232,6 +232,19 @@ def opened(image: Any) -> Any:
         raise ValueError(f"an image cannot be read: {error}") from None
 
 
+def content(image: Any) -> bytes:
+    """The bytes of an image's file; a PIL image is a PNG."""
+    source = _source(image)
+    return source if isinstance(source, bytes) else _read(source)
+
+
+def _read(source: Any) -> bytes:
+    if isinstance(source, io.BytesIO):
+        return source.getvalue()
+    with open(source, "rb") as file:
+        return file.read()
+
+
 def _source(image: Any) -> Any:
     """The bytes or the path of an image."""
     if isinstance(image, Mapping):

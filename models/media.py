@@ -126,23 +126,25 @@ def _of_replicas(encoder: Any, media: Media, layout: Layout) -> Features:
     graphdef, state = nnx.split(encoder)
     replicas, axes = layout.num_replicas, layout.axes("batch")
 
-    def local(copies: Any, media: Media) -> Features:
+    def local(copies: Any, media: Media) -> tuple[jax.Array, jax.Array]:
         own = nnx.merge(graphdef, jax.tree.map(lambda x: x[0], copies))
         image_BC2, num_samples = media.image_BC2, media.pixels_NIncq.shape[0]
         first = jax.lax.axis_index(axes) * num_samples if axes else 0
         image_BC2 = jnp.where(image_BC2 >= 0, image_BC2 - jnp.array([1, 0]) * first, -1)
-        return own(media._replace(image_BC2=image_BC2))
+        features = own(media._replace(image_BC2=image_BC2))
+        return features.vectors_VBMD, features.place_BT
 
     in_scope = jax.sharding.get_abstract_mesh()
     mesh = layout.mesh.abstract_mesh if in_scope.empty else in_scope
     others = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
     own = PartitionSpec(axes)
-    return jax.shard_map(
+    vectors_VBMD, place_BT = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(own, own),
-        out_specs=Features(PartitionSpec(None, axes), own),
+        out_specs=(PartitionSpec(None, axes), own),
         axis_names={*axes, *others},
         check_vma=False,
         # A copy for each replica: the gradient of one array would be summed inside.
     )(jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state), media)
+    return Features(vectors_VBMD, place_BT)

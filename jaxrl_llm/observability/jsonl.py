@@ -11,6 +11,7 @@ from typing import IO, Any
 import orjson
 
 _log = logging.getLogger(__name__)
+IMAGES = "images"  # folder of the images of a trace, next to its files
 GLOBAL_STEP = "training/global_step"  # the metric that says which step a line is of
 CHUNK = 1 << 16  # bytes read at a time when looking for a line from the end
 

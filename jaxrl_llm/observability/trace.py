@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.observability.jsonl import JsonlFile
+from jaxrl_llm.observability.jsonl import IMAGES, JsonlFile
+from jaxrl_llm.observability.trace_images import ImageStore
 from jaxrl_llm.types import Completion, Prompt
 
 STEP = "step"
@@ -28,7 +29,8 @@ class TraceWriter:
     tokens, logprobs (the sampler's), finished, score (null for a masked failure), parts (reward of
     each function, null where it did not apply), extras (what reward functions logged), failures,
     details (of the first samples of a step: further numbers of each token by name, or one number
-    for all). Log-probs have enough digits for the same float32.
+    for all), images (of a prompt with images: the names of files in `images`). Log-probs have
+    enough digits for the same float32.
 
     A thread writes, and holds Python's lock for little of it. A step of 0.5 million tokens took
     half a second of Python, in which the next generation was not dispatched. `write` waits for the
@@ -47,6 +49,7 @@ class TraceWriter:
         self._steps_per_file = steps_per_file
         self._most_bytes = most_bytes
         self._open: dict[str, JsonlFile] = {}  # the current file of each kind
+        self._images = ImageStore(self.folder / IMAGES, most_bytes)
         self._thread = ThreadPoolExecutor(1, "trace")
         self._last: Future[None] | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,8 @@ class TraceWriter:
         indices: Sequence[int] | np.ndarray | None,
         details: Mapping[str, np.ndarray],
     ) -> None:
-        records = []
+        records: list[dict[str, Any]] = []
+        images: dict[int, list[str]] = {}  # by prompt, which the samples of a group share
         for i, (prompt, completion) in enumerate(samples):
             records.append(
                 {
@@ -143,6 +147,10 @@ class TraceWriter:
                     },
                 }
             )
+            if prompt.images:
+                if id(prompt) not in images:
+                    images[id(prompt)] = self._images.names(prompt.images)
+                records[-1]["images"] = images[id(prompt)]
         self._file(kind, step).append(*records)
 
     def truncate_after(self, step: int) -> None:

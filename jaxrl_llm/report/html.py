@@ -34,7 +34,8 @@ def page(runs: Sequence[RunFiles]) -> str:
     script = "\n".join(_part(name) for name in SCRIPTS)
     filled = {
         "STYLE": _part("report.css"),
-        "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_digest(script)}'",
+        "POLICY": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src '{_digest(script)}'",
         "DATA": embedded(_payload(runs)),
         "SCRIPT": script,
     }

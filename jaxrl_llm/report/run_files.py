@@ -43,6 +43,7 @@ class RunFiles:
             "num_alarms": len(alarms),
             "watchers": _watchers(config.get("alarms"), curves),
             "samples": samples,
+            "images": self._trace.images(samples),
             "samples_left_out": left_out,
             "texts": self._texts.of({token for s in samples for token in s["tokens"]}),
         }

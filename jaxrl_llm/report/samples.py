@@ -1,13 +1,14 @@
 """Some samples of a trace: found by bisecting its files, so a trace of any size is quick."""
 
+import base64
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from jaxrl_llm.observability.jsonl import object_of
+from jaxrl_llm.observability.jsonl import IMAGES, object_of
 from jaxrl_llm.report.conversations import KEYS, conversation
 
 TRAIN, VALIDATION = "train", "validation"
@@ -16,8 +17,10 @@ A_STEP = 8  # samples of a step and file
 MOST_TEXT = 6_000  # characters of a text
 MOST_TOKENS = 1_024  # tokens of a response that are shown one by one
 MOST_BYTES = 6_000_000  # all samples of a run, as JSON
+MOST_IMAGE_BYTES = 4_000_000  # all images of a run
 
 _NAME = re.compile(r"(train|validation)(\.process\d+)?-(\d+)\.jsonl")
+_IMAGE = re.compile(r"[0-9a-f]{32}\.(png|jpg|gif|webp)")
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
 _LONG = ("prompt", "question", "response", "ground_truth")
 _SHOWN = ("step", "policy_version", "index", "data_source", "row", "finished", "score")
@@ -44,6 +47,21 @@ class Trace:
         found = [sample for samples in self._read.values() for sample in samples]
         within = _within(found, MOST_BYTES)
         return within, len(found) - len(within)
+
+    def images(self, samples: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+        """Data URLs of the images of samples, by name, up to a limit of their bytes."""
+        found: dict[str, str] = {}
+        left = MOST_IMAGE_BYTES
+        for name in dict.fromkeys(name for sample in samples for name in sample["images"]):
+            file = self._folder / IMAGES / name
+            # The name comes from a file: it may name no other folder.
+            if (kind := _IMAGE.fullmatch(name)) is None or not file.is_file():
+                continue
+            if (left := left - file.stat().st_size) < 0:
+                break
+            data = base64.b64encode(file.read_bytes()).decode()
+            found[name] = f"data:image/{kind[1].replace('jpg', 'jpeg')};base64,{data}"
+        return found
 
     def _files(self) -> Iterator[tuple[str, list[tuple[Path, int]]]]:
         """The files of each kind and process, with their first steps, in the order of these."""
@@ -164,6 +182,7 @@ def shown(row: dict[str, Any], kind: str) -> dict[str, Any]:
     sample["extras"] = {key: value for key, value in extras.items() if key not in hidden}
     for key in ("parts", "failures"):
         sample[key] = row.get(key) or {}
+    sample["images"] = [str(name) for name in row.get("images") or ()]
     sample["num_tokens"] = len(row.get("tokens", ()))
     sample["tokens"] = row.get("tokens", [])[:MOST_TOKENS]
     details = {"logprobs": row.get("logprobs", [])} | (row.get("details") or {})

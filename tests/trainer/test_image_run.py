@@ -44,8 +44,17 @@ QWEN = {
 }
 
 
+# Scores that differ within a group, so that every step moves the weights.
+REWARD = """
+def spelled(completions):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+"""
+
+
 def config_of(folder, path: str = "", resume: str = "auto", train_vision: str = "all") -> c.Config:
     base = get_config()
+    reward = folder.parent / "reward.py"
+    reward.write_text(REWARD)
     return replace(
         base,
         name="qwen_vision",
@@ -68,6 +77,7 @@ def config_of(folder, path: str = "", resume: str = "auto", train_vision: str = 
             vision=c.VisionConfig(train=train_vision),
             ppo_mini_batch_size=2,
         ),
+        reward=c.RewardConfig(functions=(c.Custom(path=f"{reward}:spelled"),)),
         checkpoint=replace(base.checkpoint, asynchronous=False, keep_latest=9),
     )
 

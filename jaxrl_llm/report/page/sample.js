@@ -47,9 +47,17 @@ class SampleView {
   update() {
     const { sample } = this, tokens = this.tokens();
     this.body.replaceChildren(
+      ...this.images(),
       ...(sample.conversation ? [...conversationNodes(sample), ...tokens]
         : [...titled("Prompt", sample.prompt), ...tokens, ...titled("Response", sample.response)]),
       ...titled("Ground truth", sample.ground_truth), ...failures(sample), ...reward(sample));
+  }
+
+  images() {
+    const found = this.run.images || {};
+    return (this.sample.images || []).map((name, i) => (found[name]
+      ? element("img", { class: "image", src: found[name], alt: `image ${i + 1}` })
+      : note(`Image ${i + 1} is left out: trace/images/${name}`)));
   }
 
   tokens() {

@@ -319,8 +319,11 @@ class SupervisedConfig(Record):
 
 
 class ReferenceConfig(Record):
-    """The reference model: the policy before training, or a later one."""
+    """The reference model: the policy before training, a later one, or another model."""
 
+    # Hugging Face folder, checkpoint or run folder of another model with the actor's vocabulary;
+    # empty: the policy.
+    path: str = ""
     refresh_every: Whole = 0  # steps after which the reference follows the policy; 0: never
     # Share of the policy in the new reference; the rest is the old one. TRL: 0.6, 1 copies.
     mixup_alpha: Annotated[float, Gt(0), Le(1)] = 1.0

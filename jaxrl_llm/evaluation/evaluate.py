@@ -64,11 +64,12 @@ from jaxrl_llm.plan.conversing import (
 )
 from jaxrl_llm.plan.in_graph import NUMBERS, RECORDED, TokenTurns, trajectories_of
 from jaxrl_llm.plan.models import stops_of
-from jaxrl_llm.plan.offline_stages import HeldOut, HeldOutPairs
+from jaxrl_llm.plan.offline_stages import HeldOut, HeldOutPairs, program_of
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.program.ahead import Compilers
 from jaxrl_llm.program.chain import Chain, job_of
 from jaxrl_llm.program.guards import memory_guard
+from jaxrl_llm.program.moves import Moves
 from jaxrl_llm.program.segment import MORE_DEVICES
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.rewards.by_source import Grades, SourceGraders
@@ -637,6 +638,9 @@ class RecordEvaluation(Evaluation):
             return sums.with_arguments(numbers)(states, batch)
 
         self._sums = jax.jit(with_numbers, out_shardings=replicated(mesh))
+        # Stages of a model on other devices, each as a program there.
+        stages = sums.elsewhere if isinstance(sums, HeldOut) else ()
+        self._elsewhere = [(stage, program_of(stage)) for stage in stages]
         self._numbers = make_global(sums.arguments, replicated(mesh))
         self._batches, self._rows = list(batches), rows
         self._mesh, self._sharding = mesh, batch_sharding(mesh)
@@ -646,7 +650,14 @@ class RecordEvaluation(Evaluation):
         """Means over all held-out records."""
         total: dict[str, Any] = {}
         for batch in self._batches:
-            arguments = self._numbers, states, place_held(batch, self._sharding, self._rows)
+            placed = place_held(batch, self._sharding, self._rows)
+            own = dict(states)
+            for stage, program in self._elsewhere:
+                there, moves = stage.model.mesh, Moves()
+                fields = moves.to(there, {name: placed[name] for name in stage.reads})
+                writes = call(program, (own.pop(stage.role), fields), there)
+                placed = placed.replace(**moves.to(self._mesh, writes))
+            arguments = self._numbers, own, placed
             sums = fetch(call(self._sums, arguments, self._mesh))
             total = {name: total.get(name, 0.0) + np.float64(x) for name, x in sums.items()}
         return {f"{self._prefix}{name}": float(x) for name, x in self._means(total).items()}

@@ -266,6 +266,7 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
     if config is not None:
         settings = {"critic": config.critic, "reward": config.reward.model}
         settings["teacher"] = config.teacher
+        settings["reference"] = ModelSettings(path=config.reference.path)
         settings |= {model.name: model for model in config.models}
     own = settings.get(role)
     if config and own is not None and (own.path or own.hf_config):

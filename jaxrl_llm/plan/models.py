@@ -167,6 +167,8 @@ def open_meshes(config: Config, tokenizer: Tokenizer | None = None) -> dict[str,
     named = {"actor": config.actor, "critic": config.critic}
     named |= {"reward": config.reward.model, "teacher": config.teacher}
     named |= {model.name: model for model in config.models}
+    if config.reference.path:
+        named["reference"] = ModelSettings(path=config.reference.path, family=config.actor.family)
     models = {role: model for role, model in named.items() if model is not None}
     described = [model for model in models.values() if model.path or model.hf_config]
     sources = (find_model(m, tokenizer, context=config.data.max_row_length) for m in described)

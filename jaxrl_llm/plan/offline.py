@@ -4,7 +4,7 @@ A run may begin with supervised trainings: its warm-up, its teacher's, its rewar
 plans of the same kind, under the algorithms `sft` and `reward_model`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,16 +41,19 @@ from jaxrl_llm.plan.offline_stages import (
     ReferenceTables,
     reference_stage,
 )
-from jaxrl_llm.plan.plan import Phase, Plan
+from jaxrl_llm.plan.plan import Phase, Plan, check_reference
 from jaxrl_llm.plan.roles import (
     BASE,
+    REFERENCE,
     Role,
     UpdateSizes,
     make_role,
     reference_role,
+    reference_source,
     router_loss,
 )
-from jaxrl_llm.program.program import Program
+from jaxrl_llm.plan.stages import ModelStage
+from jaxrl_llm.program.program import Program, by_mesh
 from jaxrl_llm.program.stage import Stage
 from jaxrl_llm.tokenizer import Tokenizer, check_vocabulary
 from jaxrl_llm.types import OfflineBatch, TokenBatch
@@ -58,8 +61,16 @@ from jaxrl_llm.types import OfflineBatch, TokenBatch
 LEARNERS = {"causal_lm": "actor", "scalar": "reward"}  # the role of the model that learns
 
 
-def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
+def plan_offline(
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    role_meshes: Mapping[str, Mesh] | None = None,
+) -> Plan:
     """Roles, stages and the program of `config`.
+
+    `role_meshes` has the mesh of a reference on devices of its own.
 
     Raises ValueError where the algorithm's fields contradict each other or the config, or a dim
     does not divide its mesh axes.
@@ -79,18 +90,36 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
         base = make_role(BASE, base_spec(source, kind, config.actor), frozen, mesh, **how)
         learner = replace(learner, base=BASE)
     learner = learner.with_optimizer(config.actor.optimizer, config.total_steps)
-    reference = None
+    reference, sources = None, {learner.name: source}
+    apart = (role_meshes or {}).get(REFERENCE)
     if algorithm.reads_reference:
+        if config.reference.path:
+            sources[REFERENCE] = reference_source(config, source, tokenizer)
         # The model before training is the base of its adapters.
-        reference = base or reference_role(config, source, mesh)
+        shared = None if apart or config.reference.path else base
+        other = sources.get(REFERENCE, source)
+        reference = shared or reference_role(config, other, mesh, apart)
+    elif apart:
+        raise ConfigError(
+            f"config.placement.reference: config.algorithm={config.algorithm.label} reads no "
+            "reference, and its devices would be idle; leave it out"
+        )
+    if apart and algorithm.judge_pairs is not None:
+        raise ConfigError(
+            f"config.placement.reference: config.algorithm={config.algorithm.label} judges "
+            "held-out pairs with policy and reference in one program; leave it out"
+        )
+    own_meshes = {REFERENCE: apart} if apart else {}
     roles = {role.name: role for role in (learner, base, reference) if role is not None}
     check_roles(config, {learner.name: learner})
     micro_batches, tables = _micro_batches(config, learner), None
     before: list[Stage] = []
     held_out: list[Stage] = []
+    elsewhere: tuple[ModelStage, ...] = ()
     if reference is not None:
-        stage = reference_stage(reference, algorithm, micro_batches)
-        before, held_out = [stage], [stage]
+        stage = reference_stage(reference, algorithm, _micro_batches(config, reference))
+        before, held_out = [stage], [] if apart else [stage]
+        elsewhere = (stage,) if apart else ()
         if config.precompute_reference:
             size = config.data.train_batch_size
             tables = ReferenceTables(stage=stage, sizes={TRAIN: size, HELD_OUT: size})
@@ -113,8 +142,9 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
         roles=roles,
         stages=stages,
         program=Program(
-            segments(stages, fuse=config.fuse_stages),
+            segments(stages, fuse=config.fuse_stages, place=by_mesh(own_meshes)),
             mesh=mesh,
+            role_meshes=own_meshes,
             state_shardings={learner.name: learner.shardings},
             overlap=config.fuse_stages,
         ),
@@ -129,15 +159,19 @@ def plan_offline(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> Plan:
             algorithm=algorithm,
             micro_batches=micro_batches,
         )
-    return Plan(
+    plan_of_run = Plan(
         config=config,
         phases=(phase,),
         learner=learner,
-        sources={learner.name: source},
+        sources=sources,
         vocabulary=OFFLINE,
-        held_out=_held_out(algorithm, learner, micro_batches, held_out),
+        held_out=replace(
+            _held_out(algorithm, learner, micro_batches, held_out), elsewhere=elsewhere
+        ),
         held_out_pairs=pairs,
     )
+    check_reference(config, plan_of_run)
+    return plan_of_run
 
 
 def plan_supervised(

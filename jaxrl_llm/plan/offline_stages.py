@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms.offline import (
 )
 from jaxrl_llm.arguments import Numbered
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
-from jaxrl_llm.distributed.sharding import replicated
+from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.learner.losses import NONFINITE
 from jaxrl_llm.learner.micro_batches import MicroBatches
 from jaxrl_llm.learner.offline_losses import (
@@ -190,6 +190,15 @@ class ReferenceTables:
 # ------------------------------------------------------------------------- held-out records
 
 
+def program_of(stage: ModelStage) -> Any:
+    """(state, fields) -> what a stage writes, as a program of its devices."""
+
+    def run(state: Any, fields: Fields) -> Fields:
+        return dict(stage(state, jnp.int32(0), **fields).writes)
+
+    return jax.jit(run, out_shardings=batch_sharding(stage.model.mesh))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldOut(Numbered):
     """(states, batch of held-out records) -> sums of losses and metrics, which `means` divides."""
@@ -198,6 +207,7 @@ class HeldOut(Numbered):
     loss: RecordLoss
     micro_batches: MicroBatches
     before: tuple[Stage, ...] = ()  # stages of what the learner does not compute
+    elsewhere: tuple[ModelStage, ...] = ()  # stages of a model on other devices; they run first
 
     numbers = ("loss",)
 

@@ -30,7 +30,7 @@ from jaxrl_llm.plan.online_stages import (
     own_stages,
     rollout_dtype,
 )
-from jaxrl_llm.plan.plan import Phase, Plan
+from jaxrl_llm.plan.plan import Phase, Plan, check_reference
 from jaxrl_llm.plan.roles import ROLLOUT_ROLE, Role, roles_of, rollout_role
 from jaxrl_llm.plan.scores import HostReward
 from jaxrl_llm.plan.stages import KL_CONTROLLER, Update
@@ -91,6 +91,7 @@ def plan_online(
         vocabulary=TURNS if has_turns(config) else ROLLOUT,
     )
     check_roles(config, plan.roles)
+    check_reference(config, plan)
     for role in role_meshes:
         if role not in plan.roles and role != ROLLOUT_ROLE:
             raise ConfigError(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.algorithm import Algorithm
 from jaxrl_llm.algorithms.kl import FixedKL, KLController
 from jaxrl_llm.algorithms.offline import OfflineAlgorithm
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.reshard import switch_bytes
 from jaxrl_llm.distributed.sharding import replicated
@@ -270,3 +270,13 @@ class Plan:
             return
         for phase in self.phases:
             phase.trace(compiles_first=start is not None and not later)
+
+
+def check_reference(config: Config, plan: Plan) -> None:
+    """ConfigError where the run has another reference model, and nothing reads it."""
+    if config.reference.path and REFERENCE not in plan.roles:
+        raise ConfigError(
+            f"config.reference.path={config.reference.path}: config.algorithm="
+            f"{config.algorithm.label} with these settings reads no reference; leave it out, or "
+            "set a KL coefficient"
+        )

@@ -22,10 +22,10 @@ def plan_run(
     role_meshes: Mapping[str, Mesh] | None = None,
     turns: Conversations | None = None,
 ) -> Plan:
-    """Phases and roles of `config`. Only online RL has a `reward` and roles on meshes of their own.
+    """Phases and roles of `config`. Only online RL has a `reward`.
 
     Raises ValueError for a config that cannot work.
     """
     if is_offline(config):
-        return plan_offline(config, tokenizer, mesh)
+        return plan_offline(config, tokenizer, mesh, role_meshes=role_meshes)
     return plan_online(config, tokenizer, mesh, reward, role_meshes=role_meshes, turns=turns)

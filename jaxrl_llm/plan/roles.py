@@ -492,8 +492,11 @@ def roles_of(
         roles[name] = roles[name].with_optimizer(settings.optimizer, steps)
     # The policy before training is the base of its adapters, where the two lie together.
     apart = role_meshes.get(REFERENCE)
-    base = None if apart else roles.get(BASE)
-    roles[REFERENCE] = base or reference_role(config, actor, mesh, apart)
+    base = None if apart or config.reference.path else roles.get(BASE)
+    if config.reference.path:
+        sources[REFERENCE] = reference_source(config, actor, tokenizer)
+    source = sources.get(REFERENCE, actor)
+    roles[REFERENCE] = base or reference_role(config, source, mesh, apart)
     return roles, sources
 
 
@@ -532,10 +535,19 @@ def _check_vocabulary(
         )
 
 
+def reference_source(config: Config, actor: ModelSource, tokenizer: Tokenizer) -> ModelSource:
+    """The model of `reference.path`. ConfigError where its vocabulary is not the actor's."""
+    settings = replace(config.actor, path=config.reference.path, hf_config={}, params=None)
+    images = config.data.max_images
+    source = find_model(settings, tokenizer, context=config.data.max_row_length, images=images)
+    _check_vocabulary(REFERENCE, source, actor, tokenizer)
+    return source
+
+
 def reference_role(
     config: Config, source: ModelSource, mesh: Mesh, role_mesh: Mesh | None = None
 ) -> Role:
-    """The actor as it was before training; frozen, so stored in the dtype that it computes in."""
+    """The actor before training, or another model. Its weights have the dtype of computation."""
     settings = ModelSettings(
         dtype=config.actor.dtype,
         param_dtype=config.actor.dtype,

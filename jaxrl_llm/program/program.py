@@ -31,7 +31,7 @@ from jaxrl_llm.program.ahead import CompileJob, Compilers, first_call
 from jaxrl_llm.program.chain import Chain, job_of, programs_of, setting_of
 from jaxrl_llm.program.followers import Follower
 from jaxrl_llm.program.guards import transfer_guard
-from jaxrl_llm.program.moves import Moves
+from jaxrl_llm.program.moves import Moves, sharding_of
 from jaxrl_llm.program.progress import B, Progress, Results, joined, segment_memory_guard
 from jaxrl_llm.program.segment import Segment
 from jaxrl_llm.program.stage import Stage, States, StepContext
@@ -225,7 +225,7 @@ class Program:
             now.wait()
         for name in first.reads:
             if not moves.is_there(mesh, name, now.batch[name]):
-                now.wait(mesh, now.batch[name].sharding.mesh)
+                now.wait(mesh, sharding_of(now.batch[name]).mesh)
         if now.is_busy(mesh):
             return
         for segment in later:
@@ -233,7 +233,8 @@ class Program:
             if now.is_busy(target):
                 continue
             fields = {name: now.batch[name] for name in segment.reads}
-            here = {k: x for k, x in fields.items() if x is not None and x.sharding.mesh == mesh}
+            known = {name: x for name, x in fields.items() if x is not None}
+            here = {name: x for name, x in known.items() if sharding_of(x).mesh == mesh}
             moves.to(target, here)
 
     def share_times(self, timer: Timer) -> None:

@@ -39,7 +39,7 @@ from jaxrl_llm.plan.offline import plan_supervised
 from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN, ReferenceTables
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.reference import Making, copying
-from jaxrl_llm.plan.roles import CRITIC_BASE, TEACHER, Role, make_role
+from jaxrl_llm.plan.roles import CRITIC_BASE, REFERENCE, TEACHER, Role, make_role
 from jaxrl_llm.plan.weights import base_record, first_adapters, load_params, read_base
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import Tokenizer
@@ -163,8 +163,9 @@ def _first_state(plan: Plan, name: str, actor: Params, states: States) -> Any:
 def _derive_or_load(plan: Plan, name: str, actor: Params) -> Params:
     """The parameters of a role other than the actor."""
     role = plan.roles[name]
-    if name == "reference":
-        return copying(role)(actor)
+    if name == REFERENCE:
+        source = plan.sources.get(name)
+        return copying(role)(actor) if source is None else load_params(role, source, 0)
     of = "critic" if name == CRITIC_BASE else name
     seed = role_seed(plan.config, of)
     if of in plan.sources:

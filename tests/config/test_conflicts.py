@@ -65,6 +65,7 @@ VALUES = {
     "node_groups": ("{train: {}}",),
     "partial_rollouts": ("2",),
     "placement": ("auto", "{critic: 1}"),
+    "reference.path": ("org/other",),
     "reference.refresh_every": ("2",),
     "reward.functions": ("[]",),
     "reward.process_rewards": ("true",),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_iteration import random_params
-from tiny_run import REPOSITORY, TinyRun, assert_same_bits
+from tiny_run import REPOSITORY, TinyRun, assert_same_bits, read_jsonl
 
 from jaxrl_llm.checkpoint.identity import COLUMNS, HELD_OUT
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, load_config
@@ -25,6 +25,7 @@ from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.roles import make_role
 from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.supervision.nonfinite import NonFiniteGradients
+from jaxrl_llm.supervision.run_folder import METRICS
 from jaxrl_llm.tokenizer import load_tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords
 from jaxrl_llm.trainer.data import RunData, open_plan_and_data
@@ -116,6 +117,43 @@ def test_reference_log_probs_computed_once_give_the_same_run(dpo, tmp_path):
     tables = {path: x for path, x in run.weights(STEPS).items() if path.startswith("frozen")}
     assert len(tables) == 4  # chosen and rejected, of training and held-out pairs; no model
     assert all(x.ndim == 1 for x in tables.values())
+
+
+@pytest.mark.nightly
+def test_a_reference_on_devices_of_its_own_gives_the_same_run(dpo, tmp_path):
+    reference, _ = dpo
+    config = load_config(str(reference.folder / "tiny.py"), list(_flags(reference).items()))
+    run = run_of(tmp_path)
+    train(replace(config, run_dir=str(run.run_dir), placement={"reference": "2-3"}))
+    metrics, expected = run.metrics(), reference.metrics()
+    for step, row in expected.items():
+        assert metrics[step].keys() == row.keys()
+        # At first policy and reference are equal, and rounding decides which reward is larger.
+        kept = [name for name in row if step > 1 or "accuracies" not in name]
+        for name, value in ((name, row[name]) for name in kept):
+            np.testing.assert_allclose(metrics[step][name], value, rtol=1e-5, atol=1e-6)
+    moved = [row["perf/moved_between_groups_gb"] for row in read_jsonl(run.run_dir / METRICS)[1:]]
+    assert min(moved) > 0
+
+
+@pytest.mark.nightly
+def test_a_reference_of_another_path_is_what_the_policy_is_compared_with(dpo, tmp_path):
+    """The rewards of held-out pairs are beta times the log-ratio of the two models."""
+    _, summary = dpo
+    flags = {"warmup": "null", "total_steps": "1", "validation__generate": "false"}
+    other = str(summary.checkpoint)
+    rows = {}
+    for name, paths in {
+        "one": {"actor__path": other},
+        "two": {},
+        "both": {"reference__path": other},
+    }.items():
+        train(tiny(tmp_path / name, "dpo", **flags, **paths))
+        rows[name] = run_of(tmp_path / name).metrics()[0]
+    for pair in ("chosen", "rejected"):
+        gap = rows["two"][f"eval_logps/{pair}"] - rows["one"][f"eval_logps/{pair}"]
+        assert abs(gap) > 0.01
+        np.testing.assert_allclose(rows["both"][f"eval_rewards/{pair}"], 0.1 * gap, rtol=1e-4)
 
 
 @pytest.mark.nightly
@@ -265,7 +303,8 @@ def test_bad_gradients_stop_the_run_and_name_a_parameter(tmp_path):
 
 def refused(folder: Path, algorithm: str, **changes: str) -> None:
     config = tiny(folder, algorithm, **changes)
-    plan_offline(config, load_tokenizer("char"), make_mesh())
+    other = {role: make_mesh(devices=jax.devices()[1:2]) for role in config.placement}
+    plan_offline(config, load_tokenizer("char"), make_mesh(), role_meshes=other)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +329,9 @@ def test_a_bad_config_is_refused_before_jax(algorithm, changes, message, tmp_pat
         ("kto", {"data__train_batch_size": "1"}, "64 works"),
         ("kto", {"precompute_reference": "true"}, "cannot be computed before"),
         ("reward_model", {"warmup": "{}"}, "config.actor.path"),
+        ("simpo", {"reference__path": str(REPOSITORY)}, "reads no reference; leave it out"),
+        ("simpo", {"placement": "{reference: 1}"}, "reads no reference, and its devices"),
+        ("kto", {"placement": "{reference: 1}"}, "judges held-out pairs"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused(algorithm, changes, message, tmp_path):

@@ -93,6 +93,9 @@ NO_CURRICULUM = Setting("data.curriculum", lambda c: not c.data.curriculum)
 AHEAD_ON_ONE_GROUP = Setting("max_staleness", _ahead_on_one_group)
 NOT_AHEAD = Setting("max_staleness", lambda c: not c.max_staleness)
 OTHER_DTYPE = Setting("rollout.dtype", lambda c: c.rollout.dtype not in ("", c.actor.dtype))
+OTHERS_APART = Setting(
+    "placement", lambda c: c.placement != AUTO and bool({*c.placement} - {"actor", "reference"})
+)
 ROLES_APART = Setting("placement", lambda c: c.placement not in ({}, AUTO))
 AUTOMATIC = Setting("placement", lambda c: c.placement == AUTO)
 NO_PIPELINE = Setting("mesh.pipeline", lambda c: c.mesh.pipeline == 1)
@@ -179,7 +182,7 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("partial_rollouts", "rollout.filter_groups.enable", _ROUNDS),
     ("partial_rollouts", NOT_AHEAD, _NEWER),
     # Devices.
-    (ROLES_APART, OFFLINE, "offline training has one group of devices"),
+    (OTHERS_APART, OFFLINE, "offline the reference alone may have devices of its own"),
     (AUTOMATIC, "node_groups", "auto chooses the devices of every role"),
     ("mesh.pipeline_rounds", NO_PIPELINE, "one stage is no pipeline"),
     ("mesh.pipeline_micro_batches", NO_PIPELINE, "one stage is no pipeline"),
@@ -198,6 +201,8 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("precompute_reference", ONLINE, "answers are not known before the first step"),
     # The reference.
     ("reference.refresh_every", "precompute_reference", "its log-probs would change"),
+    ("reference.refresh_every", "reference.path", "a reference that follows begins as the policy"),
+    (ROLES_APART, "precompute_reference", "no model is left that could be on other devices"),
     ("reference.refresh_every", ADAPTED, "the reference is the frozen base of the adapters"),
     # Models that learn.
     ("actor.micro_batch_tokens", "actor.micro_batch_size", _SIZES),

@@ -68,10 +68,12 @@ def _folders(c: Config) -> Iterator[tuple[str, str, str]]:
         yield "resume", c.resume, "auto, never, or the folder of a checkpoint"
     if c.data.tokenizer not in ("", "char") and not is_hub_name(c.data.tokenizer):
         yield "data.tokenizer", c.data.tokenizer, "char or a Hugging Face folder"
+    paths = [(key, model.path) for key, model in every(c, ModelSettings)]
+    for key, path in [*paths, ("reference", c.reference.path)]:
+        if path and not is_hub_name(path):
+            small = f"as scripts/prepare_model.py smollm2 --output={path} writes it"
+            yield f"{key}.path", path, f"the folder of a model, {small}"
     for key, model in every(c, ModelSettings):
-        if model.path and not is_hub_name(model.path):
-            small = f"as scripts/prepare_model.py smollm2 --output={model.path} writes it"
-            yield f"{key}.path", model.path, f"the folder of a model, {small}"
         if isinstance(model, AdaptedSettings) and model.lora.path:
             expected = "a folder with adapter_config.json, as PEFT or jaxrl export writes it"
             yield f"{key}.lora.path", f"{model.lora.path}/adapter_config.json", expected

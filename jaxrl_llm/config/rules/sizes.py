@@ -38,12 +38,20 @@ def _replicas(c: Config, mesh: MeshConfig) -> str:
 def placement(c: Config) -> Faults:
     """Roles on devices of their own get whole shares of the samples."""
     for role, devices in devices_of_roles(c).items():
-        for key in ("data.train_batch_size", "actor.ppo_mini_batch_size"):
-            number, samples = len(devices), value_at(c, key) * c.rollout.n
+        keys, n, what = (
+            ("data.train_batch_size", "actor.ppo_mini_batch_size"),
+            c.rollout.n,
+            "samples",
+        )
+        if is_offline(c):
+            keys, n, what = keys[:1], 1, "records"
+        for key in keys:
+            number, samples = len(devices), value_at(c, key) * n
             if role != ACTOR and samples % number:
+                given = "" if is_offline(c) else " with <rollout.n>"
                 yield (
                     f"<placement.{role}>: it has {number} devices, which do not divide the "
-                    f"{samples} samples of <{key}> with <rollout.n>"
+                    f"{samples} {what} of <{key}>{given}"
                 )
 
 
@@ -95,6 +103,9 @@ def batches(c: Config) -> Faults:
     if is_offline(c):
         yield from _whole("data.train_batch_size", prompts, replicas, split)
         yield from _passes(c, "actor", c.actor, prompts, replicas)
+        apart = mesh_of_role(c, "reference").num_replicas
+        if apart != replicas:
+            yield from _passes(c, "actor", c.actor, prompts, apart)
         return
     if prompts % mini:
         yield "<actor.ppo_mini_batch_size>: must divide <data.train_batch_size>"

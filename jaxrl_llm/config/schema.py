@@ -342,6 +342,7 @@ class TeacherConfig(ModelSettings):
 
     training: Maybe[SupervisedConfig] = None  # its training before the run's steps
     top_k: Count = 8  # likeliest tokens per position that it reports, for distillation_top_k
+    weight: Positive = 1.0  # weight among several teachers: models.0.teacher_weight
 
 
 # Names of the trainer's roles; the bases are frozen weights below adapters.
@@ -376,6 +377,8 @@ class ExtraModelConfig(ModelSettings):
     name: RoleName  # name of the role, also in the names of its fields
     kind: Literal["scalar", "causal_lm"] = "scalar"  # output of the model: scores or log-probs
     weight: float = 0.0  # weight of a scalar model's score in the reward; 0: for your stages alone
+    # Weight of a language model among the teachers of distillation; 0: no teacher.
+    teacher_weight: NotNegative = 0.0
     update: Maybe[OwnUpdate] = None  # loss and optimizer of a model that learns; null: frozen
 
 

@@ -114,6 +114,13 @@ class OnlineStages:
         planned = plan(self.catalogue(own_logprobs=single), goals, fields)
         if single and any("old_logprobs" in stage.writes for stage in planned):
             planned = plan(self.catalogue(own_logprobs=False), goals, fields)
+        teachers = [model.name for model in self.config.models if model.teacher_weight]
+        if teachers and not any(isinstance(s, stages.MeanOfTeachers) for s in planned):
+            raise ConfigError(
+                f"config.models: {', '.join(teachers)} has a teacher_weight, and config.algorithm="
+                f"{self.config.algorithm.label} does not read teacher_logprobs; "
+                "--config.algorithm=distillation does"
+            )
         for stage in self.own_stages:
             if stage not in planned:
                 raise ConfigError(
@@ -150,18 +157,22 @@ class OnlineStages:
             ),
             *self._rewards_and_advantages(),
         ]
+        teachers = {f"{m.name}_logprobs": m.teacher_weight for m in config.models}
+        teachers = {name: weight for name, weight in teachers.items() if weight}
         if config.teacher is not None:
-            writes = ("teacher_logprobs",)
+            field = "teacher_model_logprobs" if teachers else "teacher_logprobs"
             catalogue += [
                 stages.FrozenLogprobs(
-                    name=TEACHER, writes=writes, replays=self._kept, **passes(TEACHER)
+                    name=TEACHER, writes=(field,), replays=self._kept, **passes(TEACHER)
                 ),
                 stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
             ]
+            teachers |= {field: config.teacher.weight} if teachers else {}
+        catalogue += [stages.MeanOfTeachers(weights=teachers)] if teachers else []
         correcting = correction(algorithm, masks=self.masks)
         catalogue += [] if correcting is None else [correcting]
         for model in config.models:
-            catalogue += self._extra_model(passes(model.name))
+            catalogue += self._extra_model(model, passes(model.name))
         reward = roles.get("reward")
         catalogue += score_stages(
             reward,
@@ -302,12 +313,14 @@ class OnlineStages:
         writes = (*writes, STEP_REWARDS) if config.reward.process_rewards else writes
         return TurnScores(writes=(*writes, LEFT_OUT) if config.rollout.mask_truncated else writes)
 
-    def _extra_model(self, passes: dict[str, Any]) -> list[Stage]:
+    def _extra_model(self, model: ExtraModelConfig, passes: dict[str, Any]) -> list[Stage]:
         """The passes of a user's model, which write `<name>_logprobs` or its scores."""
         role: Role = passes["model"]
         if role.spec.kind == "causal_lm":
             writes = (f"{role.name}_logprobs",)
-            return [stages.FrozenLogprobs(name=role.name, writes=writes, **passes)]
+            # A teacher is compared over the tokens that the sampler's filters kept.
+            replays = self._kept if model.teacher_weight else ()
+            return [stages.FrozenLogprobs(name=role.name, writes=writes, replays=replays, **passes)]
         how = {"model": role, "micro_batches": passes["micro_batches"]}
         scores, each = f"{role.name}_scores", f"{role.name}_token_scores"
         return [

@@ -194,6 +194,28 @@ class FrozenLogprobs(ModelStage):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class MeanOfTeachers(Stage):
+    """The weighted mean of several teachers' log-probs.
+
+    KL(pi || .) to it is the weighted mean of the KLs to the teachers.
+    """
+
+    weights: Mapping[str, float]  # by field
+
+    name = "teachers"
+    writes = ("teacher_logprobs",)
+    numbers = ("weights",)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.weights)
+
+    def __call__(self, state: Any, step: jax.Array, **fields: jax.Array) -> StageOutput:
+        total = sum(weight * fields[name] for name, weight in self.weights.items())
+        return StageOutput({"teacher_logprobs": total / sum(self.weights.values())})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherTop(ModelStage):
     """The teacher's likeliest tokens at each position of the samples, and their log-probs."""
 

@@ -28,6 +28,7 @@ from jaxrl_llm.config import (
     ExtraModelConfig,
     OptimizerConfig,
     OwnUpdate,
+    TeacherConfig,
     load_config,
 )
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -270,6 +271,35 @@ def test_a_stage_reads_the_scores_of_tokens(tmp_path):
 def test_a_loss_without_a_value_for_each_sample_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cost returned 'cost/loss' of shape .*it must be .B.=.32"):
         open_iteration(learning(tmp_path, "summed")).trace()
+
+
+def teacher(name: str, weight: float, kind: str = "causal_lm") -> ExtraModelConfig:
+    return ExtraModelConfig(name=name, kind=kind, hf_config=MODEL, teacher_weight=weight)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_several_teachers_give_the_weighted_mean_of_the_kls(own):
+    """The advantage of distillation is minus the sampled KL."""
+    models = (teacher("arithmetic", 3.0), teacher("code", 1.0))
+    config = replace(config_of("distillation"), models=models)
+    weights = {"arithmetic_logprobs": 3.0, "code_logprobs": 1.0}
+    if own:
+        config = replace(config, teacher=TeacherConfig(hf_config=MODEL, weight=4.0))
+        weights["teacher_model_logprobs"] = 4.0
+    iteration = open_iteration(config)
+    _, batch, metrics = run_step(iteration, first_states(iteration), 1)
+    mask, old = np.asarray(batch.mask), np.asarray(batch.old_logprobs)
+    fields = [np.asarray(batch[name]) for name in weights]
+    assert np.abs(fields[0] - fields[1]).max() > 0.1
+    kls = [((old - field) * mask).sum() / mask.sum() for field in fields]
+    expected = np.average(kls, weights=list(weights.values()))
+    np.testing.assert_allclose(-(batch.advantages * mask).sum() / mask.sum(), expected, rtol=1e-4)
+
+
+def test_teachers_that_nothing_reads_are_refused():
+    config = replace(config_of("grpo"), models=(teacher("math", 1.0),))
+    with pytest.raises(ConfigError, match="math has a teacher_weight.*--config.algorithm=distill"):
+        open_iteration(config)
 
 
 OWN = """

@@ -228,3 +228,5 @@ def _of_a_model(key: str, model: ModelSettings) -> Iterator[Row]:
     if isinstance(model, ExtraModelConfig):
         why = f"{model.name} is a language model, which gives no score"
         yield f"{key}.weight", _online(f"{key}.kind"), why
+        scalar = Setting(f"{key}.kind", lambda _: model.kind == "scalar")
+        yield f"{key}.teacher_weight", scalar, f"{model.name} is a scalar model, and no teacher"

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.engine_group import EngineGroup
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.stop_strings import START, Stops
@@ -159,7 +160,8 @@ class GenerateInParts(Stage):
         )
         try:
             self._run(engines, parts, version)
-            return {"rollout/decode_steps": float(engines.num_steps)}
+            steps = max(gather_objects(engines.num_steps, "parts"))  # of the slowest process
+            return {"rollout/decode_steps": float(steps)}
         finally:
             engines.close()
 

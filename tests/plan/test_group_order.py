@@ -142,7 +142,7 @@ def test_groups_in_another_order_give_every_field_in_that_order(row_tokens, tmp_
     rows = (groups[:, None] * N + np.arange(N)).reshape(-1)
     batch, metrics = run(prompts(config))
     moved, moved_metrics = run(jax.tree.map(lambda x: x[rows], prompts(config)))
-    # Only of responses in parts, as test_generating_ahead.py makes them.
+    # Only of responses in parts, as test_executor.py makes them.
     assert batch.policy_versions is None
     for name in set(ROLLOUT_FIELDS) - {"policy_versions"}:
         x, y = getattr(batch, name), getattr(moved, name)

@@ -406,6 +406,13 @@ def test_devices_that_generate_ahead_do_nothing_else(tmp_path):
 
 
 @pytest.mark.nightly
-def test_greedy_answers_are_not_cut(tmp_path):
-    with pytest.raises(ConfigError, match="whole greedy answer.*--config.partial_rollouts=0"):
-        begin(tmp_path, **PARTS, algorithm="remax")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "remax"}, "whole greedy answer.*--config.partial_rollouts=0"),
+        ({"mesh.tensor": "2"}, "config.mesh.generation.tensor: responses in parts"),
+    ],
+)
+def test_what_is_not_generated_in_parts_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        begin(tmp_path, **PARTS, **changes)

@@ -6,10 +6,11 @@ environments run where their samples are, and no process waits for another one's
 Shape letters: N samples, P prompt tokens, R response tokens, K kept tokens, L layers.
 """
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ class Conversations:
     # Entered while tools, environments and programs are waited for: a stop request ends that.
     host_work: Callable[[], AbstractContextManager[None]]
     sessions: Sessions
+    # Held-out prompts may be answered while the rollout's thread generates ahead.
+    _one_at_a_time: Any = field(default_factory=threading.Lock, repr=False)
     _saved: int = 0  # step of the last checkpoint that was begun
 
     def saved(self, step: int) -> None:
@@ -95,7 +98,7 @@ class Conversations:
             shares=isinstance(self.driver, Driver),
         )
         try:
-            with self.host_work():
+            with self.host_work(), self._one_at_a_time:
                 trajectories = self.driver.run(engines, samples)
             return (
                 trajectories,

@@ -56,14 +56,16 @@ class Response:
     ended: bool = False
 
     def end_of(self, tokens: Sequence[int], stops: Stops) -> int:
-        """How many of these tokens come next: up to the first that ends the response."""
-        for number, token in enumerate(tokens, start=1):
-            if stops.strings is not None:
-                self.stop_state = stops.strings.after(self.stop_state, token)
-                self.ended = self.stop_state == stops.strings.complete
-            if self.ended or token in stops.token_ids:
+        """How many of these tokens come next: up to the first that ends the response.
+
+        The engine itself ends at stop tokens.
+        """
+        for number, token in enumerate(tokens if stops.strings is not None else (), start=1):
+            self.stop_state = stops.strings.after(self.stop_state, token)
+            if self.stop_state == stops.strings.complete:
                 self.ended = True
                 return number
+        self.ended = bool(tokens) and tokens[-1] in stops.token_ids
         return len(tokens)
 
     def take(self, sequence: Sampled, end: int, version: int) -> None:

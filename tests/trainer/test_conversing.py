@@ -58,9 +58,9 @@ def environment(tmp_path, text):
     return f"{file}:{name}"
 
 
-def run(folder, rows=ROWS, **changes):
+def run(folder, rows=ROWS, val_data=None, **changes):
     config = rl.load_config("grpo", SIZES | {"run_dir": str(folder)} | changes)
-    rl.train(config, train_data=rows)
+    rl.train(config, train_data=rows, val_data=val_data)
     lines = [x for f in sorted((folder / "trace").glob("train*")) for x in f.open()]
     return [(x := json.loads(line)) | x["extras"] for line in lines]
 
@@ -84,9 +84,16 @@ def test_one_turn_has_the_tokens_of_the_batch_loop(tmp_path):
 def test_conversations_on_devices_of_their_own_are_the_same(tmp_path, staleness):
     """With staleness a thread holds them while the actor learns, and a checkpoint has them."""
     changes = {"rollout.environment": [environment(tmp_path, TALKS)], "max_staleness": staleness}
-    changes |= {"total_steps": 3, "save_every": 2}
-    one = run(tmp_path / "one", **changes)
-    apart = run(tmp_path / "apart", **changes, **{"placement.rollout": "1"})
+    changes |= {"total_steps": 3, "save_every": 2, "validation.every": 1}
+    one = run(tmp_path / "one", val_data=ROWS[:4], **changes)
+    changes |= {"placement.rollout": "1"}
+    apart = run(tmp_path / "apart", val_data=ROWS[:4], **changes)
+    held_out = [
+        {name: value for name, value in row.items() if name.startswith("val")}
+        for folder in ("one", "apart")
+        for row in metrics(tmp_path / folder)
+    ]
+    assert any(held_out) and held_out[: len(held_out) // 2] == held_out[len(held_out) // 2 :]
     names = ("step", "tokens", "score", "policy_version")
     assert [[x[name] for name in names] for x in apart] == [[x[n] for n in names] for x in one]
     assert {x["policy_version"] for x in apart} == {max(0, s - 1 - staleness) for s in (1, 2, 3)}
@@ -94,7 +101,7 @@ def test_conversations_on_devices_of_their_own_are_the_same(tmp_path, staleness)
     shutil.copytree(tmp_path / "apart", again)
     shutil.rmtree(again / "checkpoints" / "global_step_3")
     (again / "config.json").unlink()
-    resumed = run(again, **changes, **{"placement.rollout": "1"})
+    resumed = run(again, val_data=ROWS[:4], **changes)
     assert [x["tokens"] for x in resumed] == [x["tokens"] for x in apart]
 
 

@@ -60,9 +60,11 @@ class Response:
 
         The engine itself ends at stop tokens.
         """
-        for number, token in enumerate(tokens if stops.strings is not None else (), start=1):
-            self.stop_state = stops.strings.after(self.stop_state, token)
-            if self.stop_state == stops.strings.complete:
+        strings = stops.strings
+        for number, token in enumerate(tokens if strings else (), start=1):
+            assert strings is not None
+            self.stop_state = strings.after(self.stop_state, token)
+            if self.stop_state == strings.complete:
                 self.ended = True
                 return number
         self.ended = bool(tokens) and tokens[-1] in stops.token_ids

@@ -10,6 +10,7 @@ from agents.conversing import one as driven
 from agents.conversing import open_chat
 from agents.fake_engine import FakeEngine, FakeSequence, prompt_of
 from chat_tokenizer import write_chat_tokenizer
+from further import further
 from tiny_models import tiny_config, write_directory
 
 import jaxrl_llm as rl
@@ -348,7 +349,12 @@ def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
     assert other.prompt_ids == (1, 2) and len(other.response_ids) == 5
 
 
-def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path):
+# Ahead on devices of their own, by a policy that stays as it is.
+APART = {"placement.rollout": "1", "max_staleness": 1, "actor.optimizer.learning_rate": 0.0}
+
+
+@pytest.mark.parametrize("changes", further([{}, APART]), ids=["one group", "apart"])
+def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path, changes):
     folder = write_directory(
         tmp_path / "model", tiny_config(vocab_size=104, max_position_embeddings=128)
     )
@@ -376,7 +382,7 @@ def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path):
         "data.max_prompt_length": 40, "data.train_batch_size": 4, "actor.ppo_mini_batch_size": 4,
         "rollout.n": 4, "warmup": None, "validation.every": 2,
         "validation.before_train": False, "validation.grader": None, "validation.graders": [],
-    })  # fmt: skip
+    } | changes)  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
     rl.train(config, program=agent, rewards=[], train_data=rows, val_data=rows[:2])
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -1,10 +1,12 @@
 """The image encoders of Qwen2.5-VL and Qwen3-VL: a ViT with rope on two axes, for any image size.
 
-An image has room for n tokens and is computed alone. Tokens behind its own are padding.
+An image has room for n tokens, and those behind its own are padding. Few images are computed at
+once, because the weights of attention over a large one take much memory.
 
-Shape letters: B rows, C images of a row, n tokens of an image at most, c patches of a token, q
-values of a patch, L = n * c patches, W hidden size of the encoder, N heads, H head dim, F inner
-size of the MLP, D hidden size of the decoder, V parts of a feature.
+Shape letters: B rows, C images of a row, K images that are computed together, n tokens of an image
+at most, c patches of a token, q values of a patch, L = n * c patches, M features of a row, W hidden
+size of the encoder, N heads, H head dim, F inner size of the MLP, D hidden size of the decoder, V
+parts of a feature.
 """
 
 from typing import Any
@@ -21,6 +23,7 @@ from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.vision import LayerNorm
 
 FRAMES = 2  # of a video; both are the image
+PATCHES = 4096  # patches that are computed together: those of several images, if they are small
 EPS = 1e-6
 # Mean and standard deviation of the channels, by `QwenVision.model_type`.
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
@@ -92,7 +95,7 @@ class Projector(Layer):
 
 
 class QwenEncoder(Layer):
-    """Pixels to features, image after image; a row's places without an image cost nothing."""
+    """Pixels to features, a few images at once. Places of a row without an image cost little."""
 
     def __init__(self, config: ModelConfig, vision: QwenVision, *, dtype: DTypeLike) -> None:
         W, values = vision.hidden_size, FRAMES * 3 * vision.patch_size**2
@@ -126,29 +129,36 @@ class QwenEncoder(Layer):
         if self.vision.train == "none":
             state = jax.tree.map(jax.lax.stop_gradient, state)
 
-        def encode(state: Any, pixels_ncq: jax.Array, grid_2: jax.Array) -> jax.Array:
+        def of_image(state: Any, pixels_ncq: jax.Array, grid_2: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, state)._of_image(pixels_ncq, grid_2)
 
+        encode = jax.vmap(of_image, in_axes=(None, 0, 0))
         if self.vision.train == "all":
             encode = jax.checkpoint(encode)
-        shape = jax.eval_shape(encode, state, media.pixels_NIncq[0, 0], grids_BC2[0, 0])
+        M, c = media.place_BT.shape[1], media.pixels_NIncq.shape[3]
+        K = min(B * C, max(1, PATCHES // (n * c)))
+        shape = jax.eval_shape(encode, state, media.pixels_NIncq[:1, 0], grids_BC2[:1, 0])
 
-        def add(vectors_VBMD: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-            row, place = number // C, number % C
-            sample, image = media.image_BC2[row, place]
-            grid_2 = grids_BC2[row, place]
-            vectors_VnD = jax.lax.cond(
-                image >= 0,
-                lambda: encode(state, media.pixels_NIncq[sample, image], grid_2),
-                lambda: jnp.zeros(shape.shape, shape.dtype),
+        def add(vectors_VBMD: jax.Array, number_K: jax.Array) -> tuple[jax.Array, None]:
+            row_K, place_K = number_K // C, number_K % C
+            sample_K, image_K = media.image_BC2[row_K, place_K].T
+            image_K = jnp.where(number_K < B * C, image_K, -1)
+            vectors_KVnD = jax.lax.cond(
+                (image_K >= 0).any(),
+                lambda: encode(
+                    state, media.pixels_NIncq[sample_K, image_K], grids_BC2[row_K, place_K]
+                ),
+                lambda: jnp.zeros((K, *shape.shape[1:]), shape.dtype),
             )
-            at = (0, row, start_BC[row, place], 0)
-            return jax.lax.dynamic_update_slice(vectors_VBMD, vectors_VnD[:, None], at), None
+            is_own_Kn = jnp.arange(n) < sizes_BC[row_K, place_K][:, None]
+            is_own_Kn &= (image_K >= 0)[:, None]
+            at_Kn = jnp.where(is_own_Kn, start_BC[row_K, place_K][:, None] + jnp.arange(n), M)
+            vectors_VKnD = vectors_KVnD.swapaxes(0, 1)
+            return vectors_VBMD.at[:, row_K[:, None], at_Kn].set(vectors_VKnD, mode="drop"), None
 
-        # An image overwrites the padding behind the one before it.
-        room = media.place_BT.shape[1] + n
-        empty = jnp.zeros((shape.shape[0], B, room, shape.shape[2]), shape.dtype)
-        vectors_VBMD, _ = jax.lax.scan(add, empty, jnp.arange(B * C))
+        vectors_VBMD = jnp.zeros((shape.shape[1], B, M, shape.shape[3]), shape.dtype)
+        numbers = jnp.arange(-(-B * C // K) * K).reshape(-1, K)
+        vectors_VBMD, _ = jax.lax.scan(add, vectors_VBMD, numbers)
         return Features(vectors_VBMD, jnp.where(media.place_BT >= 0, at_BT, -1))
 
     def _of_image(self, pixels_ncq: jax.Array, grid_2: jax.Array) -> jax.Array:

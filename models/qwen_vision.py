@@ -23,7 +23,7 @@ from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.vision import LayerNorm
 
 FRAMES = 2  # of a video; both are the image
-PATCHES = 4096  # patches that are computed together: those of several images, if they are small
+PATCHES = 4096  # patches that are computed together, from one large image or several small ones
 EPS = 1e-6
 # Mean and standard deviation of the channels, by `QwenVision.model_type`.
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))

@@ -21,7 +21,15 @@ import jax
 
 from jaxrl_llm.checkpoint import digests, soundness
 from jaxrl_llm.checkpoint.digests import DamagedCheckpoint
-from jaxrl_llm.checkpoint.layout import DAMAGED, FROZEN, LOOP, STEP_PREFIX, is_complete, step_of
+from jaxrl_llm.checkpoint.layout import (
+    DAMAGED,
+    FROZEN,
+    LOOP,
+    OPTIMIZER,
+    STEP_PREFIX,
+    is_complete,
+    step_of,
+)
 from jaxrl_llm.checkpoint.save_failures import save_failed
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
 from jaxrl_llm.distributed.sharding import in_host_memory, second_array
@@ -29,7 +37,7 @@ from jaxrl_llm.references import nearest
 
 VALIDATION = "val-core/"
 HELD_OUT = (VALIDATION, "val-aux/", "eval_")  # metrics of steps with validation
-ROLES = ("actor", "critic", "reward", "reference")  # roles with parameters in a step's folder
+ROLES = ("actor", "critic", "reward", "reference")  # roles of ours in a step's folder
 DELETED = "deleted"  # a checkpoint is moved here before its files are removed
 LOOP_FILE = "metadata"  # Orbax's name for the file of the loop state
 # Entries of the loop state: the step, the metric that selects the best checkpoint, and digests of
@@ -446,7 +454,10 @@ def stored_roles(checkpoint: str | Path) -> dict[str, Any]:
     """Shapes and dtypes of the parameters of every role, also frozen ones, on one device."""
     checkpoint = Path(checkpoint).absolute()
     frozen = checkpoint.parent / FROZEN
-    roles = {name: _abstract(checkpoint / name) for name in ROLES if (checkpoint / name).exists()}
+    optimizers = sorted(checkpoint.glob(f"*{OPTIMIZER}"))
+    own = [path.name.removesuffix(OPTIMIZER) for path in optimizers]  # a user's models learn too
+    names = dict.fromkeys([*ROLES, *own])
+    roles = {name: _abstract(checkpoint / name) for name in names if (checkpoint / name).exists()}
     return roles | (_abstract(frozen) if frozen.exists() else {})
 
 

@@ -270,7 +270,9 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
         settings |= {model.name: model for model in config.models}
     own = settings.get(role)
     if config and own is not None and (own.path or own.hf_config):
-        return find_model(own, context=config.data.max_row_length).config
+        # A config without vocab_size took the tokenizer's.
+        tokenizer = load_tokenizer(checkpoint.parent / layout.HUGGINGFACE)
+        return find_model(own, tokenizer, context=config.data.max_row_length).config
     images = config is not None and config.data.max_images > 0
     model = load_model_config(checkpoint.parent / layout.HUGGINGFACE, images=images)
     if config is None or model.vision is None:

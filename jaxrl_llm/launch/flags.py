@@ -181,8 +181,8 @@ EXPORT.flag("--output=DIR", "the directory to write", required=True)
 EXPORT.flag(
     "--role=actor",
     " | ".join(ROLES)
-    + "; a critic and a reward model are written as sequence classification with one label",
-    choices=ROLES,
+    + ", or the name of a model in config.models; scalar models, such as a critic, are written as "
+    "sequence classification with one label",
 )
 EXPORT.flag("--dtype=DTYPE", " | ".join(DTYPES) + "; as stored without it", choices=DTYPES)
 EXPORT.flag("--max_shard_bytes=N", "split the weights into files of at most this size (5 GB)")

@@ -240,9 +240,9 @@ def export(
     """Write a checkpoint as a Hugging Face folder, which `from_pretrained` opens. Returns its path.
 
     `model` is a checkpoint or a run's folder (its newest checkpoint). `role` is actor, critic,
-    reward, reference or teacher. `dtype` is by default the dtype of the stored weights. LoRA
-    adapters are merged into their base. With `adapter=True` only they are written, in PEFT's files.
-    `family` is a family of yours, by path.
+    reward, reference, teacher or the name of a model in config.models. `dtype` is by default the
+    dtype of the stored weights. LoRA adapters are merged into their base. With `adapter=True` only
+    they are written, in PEFT's files. `family` is a family of yours, by path.
 
     Raises: ConfigError if there is no such checkpoint or role, or `output` takes no files.
     """

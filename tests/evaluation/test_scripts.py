@@ -405,7 +405,6 @@ MISTAKES = [
     ("export", ["--model={run}x", "--output=o"], "there is no checkpoint"),
     ("export", ["--model={empty}", "--output=o"], "holds no checkpoint"),
     ("export", ["--model={run}", "--output={config}"], "files cannot be made in"),
-    ("export", ["--role=policy"], "--role: invalid choice: 'policy'"),
 ]
 
 HELP = ("generate", "evaluate", "export")

@@ -6,7 +6,9 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny_run import (
     EPOCH_STEPS,
     KEPT,
@@ -17,6 +19,8 @@ from tiny_run import (
     assert_close,
     assert_same_bits,
 )
+
+from jaxrl_llm.evaluation.trained_model import export_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +102,12 @@ def test_kill_9_leaves_no_mark(
     assert run.saved_steps() == kept_steps(reference)
 
 
+SIZES = """{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+    num_attention_heads: 2, max_position_embeddings: 16, tie_word_embeddings: true}"""
 LOSS = "loss: docs/examples/cost_model.py:length_error, optimizer: {learning_rate: 0.003}"
 LEARNED_COST = (
     "--config.algorithm=grpo", "--config.warmup=null", "--config.total_steps=4",
-    f"--config.models=[{{name: cost, update: {{{LOSS}}}}}]",
+    f"--config.models=[{{name: cost, hf_config: {SIZES}, update: {{{LOSS}}}}}]",
     "--config.stages=[docs/examples/cost_model.py:cost_penalty]",
 )  # fmt: skip
 
@@ -121,6 +127,10 @@ def test_a_model_of_the_users_that_learns_is_resumed_with_its_bits(tmp_path: Pat
     assert any(name.startswith("cost_optimizer") for name in weights)
     assert_same_bits(killed.weights(4), weights)
     assert whole.metrics()[4]["cost/loss"] < whole.metrics()[1]["cost/loss"]
+    folder = export_checkpoint(whole.step_path(4), tmp_path / "export", role="cost")
+    head = load_file(folder / "model.safetensors")["score.weight"]
+    np.testing.assert_array_equal(head.T, weights["cost['score']['kernel']"])
+    assert np.abs(head).max() > 0
 
 
 @pytest.mark.slow

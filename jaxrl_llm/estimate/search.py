@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxrl_llm.config import Config, MeshConfig, PhaseMeshConfig
+from jaxrl_llm.config import Config, ExtraModelConfig, MeshConfig, PhaseMeshConfig
 from jaxrl_llm.estimate.devices import Devices
 from jaxrl_llm.estimate.estimate import Estimate, estimate
 from jaxrl_llm.estimate.rates import Rates
@@ -203,7 +203,7 @@ def _with(work: Work, remat: str, row: int) -> Work:
     models = {}
     for name, model in work.models.items():
         settings: Any = model.settings
-        if model.learns:
+        if model.learns and not isinstance(settings, ExtraModelConfig):  # these keep their own
             settings = replace(settings, remat=remat)
         packs = row and model.rows.micro_batch_tokens
         rows = replace(model.rows, micro_batch_tokens=row) if packs else model.rows

@@ -33,6 +33,11 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch
+from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.memory import kept
+from jaxrl_llm.estimate.rates import rates_of
+from jaxrl_llm.estimate.search import best_layouts
+from jaxrl_llm.estimate.work import work_of
 from jaxrl_llm.learner.forward import response_logprobs, response_scores
 from jaxrl_llm.learner.rows import rows_of, sample_fields
 from jaxrl_llm.plan.online import plan_online
@@ -244,6 +249,17 @@ def test_a_model_learns_on_a_mesh_what_it_learns_on_one_device(tmp_path, apart):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *results)
     expected = set((own if apart else mesh).devices.flat)
     assert jax.tree.leaves(states["cost"].params)[0].sharding.device_set == expected
+
+
+def test_the_planner_counts_the_optimizer_and_keeps_the_settings_of_a_model():
+    config = replace(load_config(str(EXAMPLE), []), warmup=None)
+    work = work_of(config)
+    device = Devices(mesh=config.mesh, hosts=1, rates=rates_of("h200"))
+    cost, actor = work.models["cost"], work.models["actor"]
+    assert kept(cost, device) > kept(actor, device) > 0  # by the head, with two moments each
+    layouts = best_layouts(work, 1, 1, rates_of("h200"))
+    assert {each.estimate.work.models["cost"].settings.remat for each in layouts} == {"none"}
+    assert {job.role for job in work.jobs if job.does == "update"} == {"actor", "cost"}
 
 
 def test_a_stage_reads_the_scores_of_tokens(tmp_path):

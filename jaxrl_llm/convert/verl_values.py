@@ -30,7 +30,9 @@ MOE = only(
     "1 is no split of experts",
     "set `mesh.expert`, an axis of its own: divide `mesh.data` or `mesh.fsdp` by it",
 )
-IMAGES = NoCounterpart("images, video and sound are missing here: text models only")
+IMAGES = NoCounterpart(
+    "images have the column images or image here, with data.max_images (docs/vision.md)"
+)
 FOREIGN = NoCounterpart("verl's checkpoints are not read; merge one to a folder for `actor.path`")
 TOOLS = NoCounterpart("name functions: `rollout.tools=[my_file.py:my_tool]` (docs/agents.md)")
 TURNS = NoCounterpart("write an environment: `rollout.environment` (docs/agents.md)")

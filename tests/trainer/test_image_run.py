@@ -1,10 +1,11 @@
 """GRPO of a tiny model that sees: the sampler is the trainer, and a resume has the same bits."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from safetensors.numpy import load_file
-from tiny_run import TinyRun, assert_same_bits
+from tiny_run import TinyRun, assert_same_bits, read_jsonl
 
 from jaxrl_llm import config as c
 from jaxrl_llm.checkpoint.huggingface import load_model_config
@@ -113,3 +114,45 @@ def test_a_run_with_images_resumes_exactly_and_opens_again(tmp_path):
     changed = {name for name in old if (old[name] != new[name]).any()}
     assert old.keys() == new.keys() and changed
     assert all("language_model.layers" in name and "_proj" in name for name in changed)
+
+
+def test_a_model_learns_what_it_sees(tmp_path):
+    """Counts one or two dots from random weights. A blind model has a loss of ln 2 on the answer.
+
+    The end follows for certain, and the loss is the mean over both tokens.
+    """
+    (tmp_path / "run").mkdir()
+    config = config_of(tmp_path / "run")
+    rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    wider = QWEN | {
+        "text_config": QWEN["text_config"]
+        | sizes
+        | {"num_key_value_heads": 4, "initializer_range": 0.06, "rope_parameters": rope},
+        "vision_config": QWEN["vision_config"] | sizes | {"num_heads": 4, "out_hidden_size": 64},
+    }
+    config = replace(
+        config,
+        total_steps=120,
+        save_every=0,
+        algorithm=c.SFT(),
+        rollout=c.RolloutConfig(),
+        reward=c.RewardConfig(),
+        data=replace(
+            config.data,
+            train_tasks=(c.CountDots(most=2, size=4000, space=8000),),
+            val_tasks=(),
+            train_batch_size=32,
+        ),
+        actor=replace(
+            config.actor,
+            hf_config=wider,
+            ppo_mini_batch_size=32,
+            optimizer=c.OptimizerConfig(learning_rate=1e-3),
+        ),
+    )
+    train(config)
+    rows = read_jsonl(tmp_path / "run" / "run" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[60] > math.log(2) / 2
+    assert sum(losses[-5:]) / 5 < 0.75 * math.log(2) / 2

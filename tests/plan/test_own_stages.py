@@ -207,12 +207,17 @@ def outcome_error(params, batch, role):
     return -(batch.scores * jnp.log(p) + (1 - batch.scores) * jnp.log(1 - p)).mean()
 
 
-@pytest.mark.parametrize("tokens", [0, 24])
+REGRESSION = "regression", token_error, {"stages": ("labels",)}
+OUTCOME = "outcome", outcome_error, {"kind": "causal_lm"}
+
+
 @pytest.mark.parametrize(
-    ("loss", "expected", "how"),
+    ("loss", "expected", "how", "tokens"),
     [
-        ("regression", token_error, {"stages": ("labels",)}),
-        ("outcome", outcome_error, {"kind": "causal_lm"}),
+        (*REGRESSION, 0),
+        (*OUTCOME, 24),
+        pytest.param(*REGRESSION, 24, marks=pytest.mark.slow),
+        pytest.param(*OUTCOME, 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_the_users_takes_a_step_of_its_loss(tmp_path, loss, expected, how, tokens):
@@ -293,7 +298,7 @@ def teacher(name: str, weight: float, kind: str = "causal_lm") -> ExtraModelConf
     return ExtraModelConfig(name=name, kind=kind, hf_config=MODEL, teacher_weight=weight)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_teachers_give_the_weighted_mean_of_the_kls(own):
     """The advantage of distillation is minus the sampled KL."""
     models = (teacher("arithmetic", 3.0), teacher("code", 1.0))

@@ -57,7 +57,7 @@ def test_the_reference_of_dpo_follows():
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_reference_may_be_another_model_of_other_sizes(tmp_path, apart, rank):
     tokenizer, devices = load_tokenizer("char"), jax.devices()
     hf = MODEL | {"vocab_size": tokenizer.vocab_size, "num_hidden_layers": 2, "hidden_size": 24}

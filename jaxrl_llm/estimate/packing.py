@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 
 from jaxrl_llm.estimate.work import Model, Samples
+from jaxrl_llm.learner.row_length import row_length
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.shapes import (
     expert_matmuls,
@@ -30,8 +31,9 @@ class Rows:
 
 def rows_of(model: Model, samples: Samples, *, share_prompts: bool) -> Rows:
     """Cut samples by a model's settings: packed rows, or a padded row for each sample."""
-    if model.rows.micro_batch_tokens:
-        return _packed(samples, model.rows.micro_batch_tokens, share_prompts)
+    if row := model.rows.micro_batch_tokens:
+        longest = samples.longest_prompt + samples.longest_response
+        return _packed(samples, row_length(row, samples.count * longest), share_prompts)
     return _padded(samples, model.rows.micro_batch_size)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
+from jaxrl_llm.learner.row_length import row_length
 from jaxrl_llm.learner.rows import (
     ROWS,
     Fields,
@@ -182,6 +183,8 @@ class _EqualParts(Parts):
 class Packed(MicroBatches):
     """Rows of `row_tokens` tokens, `rows` of each replica a part; see `rows.plan_packing`.
 
+    Rows are shorter where all samples of a replica take fewer tokens.
+
     A part has the fields of all samples. The values of tokens are 0 outside of the part, and its
     rows stand under ROWS.
     Requires: what a pass computes for samples outside of its part is 0.
@@ -209,9 +212,10 @@ class Packed(MicroBatches):
     def _plan(self, fields: Fields) -> tuple[PackingPlan, tuple[Array, ...]]:
         lengths = fields["response_lengths"]
         samples = (fields["prompts"], fields["prompt_lengths"], fields["responses"], lengths)
-        row_tokens = self.row_tokens
+        widths = fields["prompts"].shape[-1], fields["responses"].shape[-1]
+        all_tokens = lengths.size // self.num_replicas * sum(widths)
+        row_tokens = row_length(self.row_tokens, all_tokens)
         if self.align is not None:  # padding between the runs of a sample may need more
-            widths = fields["prompts"].shape[1], fields["responses"].shape[1]
             row_tokens = max(row_tokens, strict_tokens(*widths, self.align))
         plan = plan_packing(
             fields["prompt_lengths"],

@@ -112,6 +112,23 @@ def test_gradients_equal_the_reference_and_are_finite_for_an_empty_row():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [3, 4])
+def test_queries_in_parts_have_the_results_and_gradients_of_the_reference(most, monkeypatch):
+    monkeypatch.setattr(flash_attention.reference, "MOST_QUERIES", most)
+    q, k, v = random_qkv(4, 2)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+    lengths = jnp.array([7, 4])
+
+    def weighted(function, q, k, v):
+        return jnp.sum(function(q, k, v, window=3, lengths=lengths) * weights)
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(partial(weighted, function), argnums=(0, 1, 2)))(q, k, v)
+        for function in (partial(attention, implementation="xla"), attention_reference)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, wanted)
+
+
 def test_bf16_keeps_its_dtype_and_stays_near_float32():
     q, k, v = random_qkv(4, 2, dtype="bfloat16")
     out = attention(q, k, v)

@@ -211,6 +211,12 @@ def test_a_sample_without_a_response_fills_nothing():
     assert compiled(layout.row_use, row_use_fields(5, 2, 0, 0)) == pytest.approx(10 / 12)
 
 
+def test_rows_are_no_longer_than_all_samples():
+    """Four samples of at most 8 tokens never fill a row of 8,192: the row has 128."""
+    use = compiled(Packed(row_tokens=8192).row_use, row_use_fields(5, 2, 4, 1))
+    assert use == pytest.approx(24 / 128)
+
+
 def row_use_fields(*lengths):
     """Prompts of 3 tokens, and responses of these lengths in 5."""
     return {

@@ -3,6 +3,7 @@
 Shape letters: see common.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,8 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.flash_attention.visibility import Visibility
+from jaxrl_llm.kernels.head_chunks import split
 from jaxrl_llm.kernels.partial_softmax import soft_cap, softmax_with_sinks
 from jaxrl_llm.kernels.strict import Block, Runs, Strict, attend_in_blocks
+
+# Queries whose scores XLA's attention holds at once: with 32 heads and 8,192 keys, 1 GiB.
+MOST_QUERIES = 1024
 
 
 def attention_reference(
@@ -61,22 +66,52 @@ def attention_xla(
     sinks_N: Array | None = None,
     softcap: float | None = None,
 ) -> Array:
-    """The attention by XLA, which materialises the scores: memory grows with T squared."""
+    """The attention by XLA, which materialises the scores of MOST_QUERIES queries at once."""
     q_BTNH = _zero_unseeing(q_BTNH, visibility)
     k_BSKH, v_BSKH = (_zero_unseen(x, visibility) for x in (k_BSKH, v_BSKH))
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    S = k_BSKH.shape[1]
-    visible = visible_keys(S, causal, window, lengths, visibility)[:, None, None]
-    # Not -inf: a row without a visible key would become NaN, and so would its gradient.
-    scores = soft_cap(scores * H**-0.5, softcap)
-    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    visible_BTS = visible_keys(k_BSKH.shape[1], causal, window, lengths, visibility)
     sinks_KG11 = None if sinks_N is None else sinks_N.reshape(K, N // K, 1, 1)
-    weights = softmax_with_sinks(scores, sinks_KG11).astype(v_BSKH.dtype)
-    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
+
+    def attend(q_BtKGH: Array, visible_BtS: Array, k_BSKH: Array, v_BSKH: Array) -> Array:
+        scores = jnp.einsum(
+            "BTKGH,BSKH->BKGTS", q_BtKGH, k_BSKH, preferred_element_type=jnp.float32
+        )
+        # Not -inf: a row without a visible key would become NaN, and so would its gradient.
+        scores = soft_cap(scores * H**-0.5, softcap)
+        visible = visible_BtS[:, None, None]
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+        weights = softmax_with_sinks(scores, sinks_KG11).astype(v_BSKH.dtype)
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH)
+
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    if T <= MOST_QUERIES:
+        out_BTKGH = attend(q_BTKGH, visible_BTS, k_BSKH, v_BSKH)
+    else:
+        out_BTKGH = _in_parts(attend, q_BTKGH, visible_BTS, k_BSKH, v_BSKH)
     return _zero_unseeing(_zero_padding(out_BTKGH.reshape(B, T, N, H), lengths), visibility)
+
+
+def _in_parts(
+    attend: Callable[..., Array], q_BTKGH: Array, visible_BTS: Array, k_BSKH: Array, v_BSKH: Array
+) -> Array:
+    """`attend` for a part of the queries after the other, in the backward pass too.
+
+    The gradients of keys and values are summed over the parts in float32.
+    """
+    T, dtype = q_BTKGH.shape[1], k_BSKH.dtype
+    number = -(-T // MOST_QUERIES)
+    keys, values = (x.astype(jnp.float32) for x in (k_BSKH, v_BSKH))
+
+    @jax.checkpoint
+    def part(q_BtKGH: Array, visible_BtS: Array) -> Array:
+        return attend(q_BtKGH, visible_BtS, keys.astype(dtype), values.astype(dtype))
+
+    queries = split(q_BTKGH, 1, number), split(visible_BTS, 1, number)
+    out = jax.lax.map(lambda one: part(*one), queries)  # [parts, B, T / parts, K, G, H]
+    out = jnp.moveaxis(out, 0, 2)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :T]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

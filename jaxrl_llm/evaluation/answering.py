@@ -346,12 +346,13 @@ def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: in
         engine.step()
         ids = sequence.response[given:]
         given += len(ids)
-        for place, token in enumerate(ids if strings is not None else ()):
-            stop_state = strings.after(stop_state, token)
-            if stop_state == strings.complete:
-                engine.abort(sequence)
-                ids = ids[: place + 1]
-                break
+        if strings is not None:
+            for place, token in enumerate(ids):
+                stop_state = strings.after(stop_state, token)
+                if stop_state == strings.complete:
+                    engine.abort(sequence)
+                    ids = ids[: place + 1]
+                    break
         if ids and ids[-1] in sampling.stop_token_ids:
             ids = ids[:-1]
         piece = text.add(ids) + ("" if engine.has_work else text.end())

@@ -185,7 +185,8 @@ class Generate(ModelStage):
         """The result of the stage, made of a generation."""
         sampled = (out.tokens, out.lengths, out.mask, out.logprobs)
         writes = dict(zip(SAMPLED, sampled, strict=True)) | {ROUTES: out.routes, KEPT: out.kept}
-        return StageOutput({name: writes[name] for name in self.writes}, loop_counts(out))
+        names = (*SAMPLED, *self.how.recorded)
+        return StageOutput({name: writes[name] for name in names}, loop_counts(out))
 
 
 def images_in(media: Mapping[str, jax.Array]) -> Images | None:

@@ -275,8 +275,10 @@ class GenerateTurns(Generate):
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (*SAMPLED, TURN_IDS, STATE_KEYS, TURN_REWARDS, STOPS, *self.how.recorded)
 
-    def pieces(self) -> None:
-        """It is one program."""
+    @property
+    def num_pieces(self) -> int:
+        """None: turns are one program."""
+        return 0
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -299,7 +301,7 @@ class GenerateTurns(Generate):
             numbers=environment_numbers,
         )
         assert out.turns is not None
-        output = self.output(out, step, prompt_lengths)
+        output = self.output(out)
         fields = dict(zip((TURN_IDS, STATE_KEYS, TURN_REWARDS, STOPS), out.turns, strict=True))
         metrics = turn_metrics(out.turns, out.lengths)
         return StageOutput({**output.writes, **fields}, {**output.metrics, **metrics})

@@ -42,7 +42,7 @@ def test_all_batches_of_a_call_have_the_rope_of_its_longest_row(monkeypatch, bat
     model = OpenModel(spec=model_spec(config), params=None, tokenizer=load_tokenizer("char"))
     factors = []
 
-    def program(model: OpenModel, function: Any, how: Any) -> Any:
+    def program(model: OpenModel, how: Any) -> Any:
         factors.append(model.spec.config.for_context(how.longest).rope_scaling.short_factor)
         empty = np.zeros((how.shape[0], 1))
         return lambda *_: SimpleNamespace(

@@ -80,7 +80,7 @@ def test_one_turn_has_the_tokens_of_the_batch_loop(tmp_path):
     assert {x["stop_reason"] for x in one} <= {"env_done", "max_tokens"}
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", further([1, 0]))
 def test_conversations_on_devices_of_their_own_are_the_same(tmp_path, staleness):
     """With staleness a thread holds them while the actor learns, and a checkpoint has them."""
     changes = {"rollout.environment": [environment(tmp_path, TALKS)], "max_staleness": staleness}

@@ -22,7 +22,7 @@ from jaxrl_llm.models.media import Features, Media
 from jaxrl_llm.models.rope import rope_powers
 from jaxrl_llm.models.vision import LayerNorm
 
-FRAMES = 2  # of a video; both are the image
+FRAMES = 2  # frames of a video; both are the image
 PATCHES = 4096  # patches that are computed together, from one large image or several small ones
 EPS = 1e-6
 # Mean and standard deviation of the channels, by `QwenVision.model_type`.

@@ -27,21 +27,20 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.plan.generating import SAMPLED, Generation
+from jaxrl_llm.plan.generating import SAMPLED
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.scores import ENVIRONMENT
 from jaxrl_llm.plan.sessions import (
     Answer,
     Sessions,
-    blank_fields,
+    SessionStage,
     check_sessions,
     kept_of,
     routes_of,
     seed_words,
-    shared_roles,
     write_answer,
 )
-from jaxrl_llm.program.stage import HOST, Stage, StageOutput, StepContext
+from jaxrl_llm.program.stage import StageOutput, StepContext
 from jaxrl_llm.rewards.manager import RewardFailure
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.types import Completion, Prompt
@@ -110,48 +109,28 @@ class Conversations:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Converse(Stage):
+class Converse(SessionStage):
     """Samples answers of several turns, `n` a prompt, with tools and environments.
 
     Observed tokens stand in the response with mask 0. A sample that failed is left out by the
     reward stage, or has a reward of its own: then it is learned from as far as it came.
     """
 
-    model: Role
-    how: Generation
     turns: Conversations | None  # None in a run that is only planned
-    prompt: int  # P
-    response: int  # R
-    pad_id: int
 
-    generates = True
     gathers = True
-    name = "gen"
-    role = HOST
-
-    @property
-    def shares(self) -> tuple[str, ...]:
-        return shared_roles(self.model)
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (*PROMPTS, *SAMPLED, TURN_IDS, STATE_KEYS, *self.how.recorded)
 
-    def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        blank = jax.eval_shape(lambda: self._blank(rows))
-        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in blank.items()}
-
-    def _blank(self, rows: int) -> dict[str, Any]:
-        """Empty samples."""
-        P, R = self.prompt, self.response
-        return {
-            "prompts": jnp.full((rows, P), self.pad_id, jnp.int32),
+    def blank(self, rows: int) -> dict[str, jax.Array]:
+        return super().blank(rows) | {
+            "prompts": jnp.full((rows, self.prompt), self.pad_id, jnp.int32),
             "prompt_lengths": jnp.zeros((rows,), jnp.int32),
-            TURN_IDS: jnp.full((rows, R), -1, jnp.int32),
-            STATE_KEYS: jnp.zeros((rows, R), jnp.int32),
-        } | blank_fields(
-            self.model, self.how.settings, rows, prompt=P, response=R, pad_id=self.pad_id
-        )
+            TURN_IDS: jnp.full((rows, self.response), -1, jnp.int32),
+            STATE_KEYS: jnp.zeros((rows, self.response), jnp.int32),
+        }
 
     def __call__(
         self,
@@ -184,7 +163,7 @@ class Converse(Stage):
             self.model, state, samples, self.how.settings, self.how.dtype
         )
         context.trajectories = trajectories
-        writes = {name: np.array(x) for name, x in self._blank(len(samples)).items()}
+        writes = {name: np.array(x) for name, x in self.blank(len(samples)).items()}
         prompts = _prompts_of_groups(samples, trajectories)
         for row, trajectory in enumerate(trajectories):
             sequence = sequences.get(trajectory.sample)

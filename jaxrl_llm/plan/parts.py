@@ -22,19 +22,17 @@ from jaxrl_llm.generation.engine_group import EngineGroup
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.stop_strings import START, Stops
 from jaxrl_llm.learner.rows import KEPT, ROUTES
-from jaxrl_llm.plan.generating import SAMPLED, Generation
-from jaxrl_llm.plan.roles import Role
+from jaxrl_llm.plan.generating import SAMPLED
 from jaxrl_llm.plan.sessions import (
     Answer,
     Sessions,
-    blank_fields,
+    SessionStage,
     kept_of,
     routes_of,
     seed_words,
-    shared_roles,
     write_answer,
 )
-from jaxrl_llm.program.stage import HOST, Stage, StageOutput, States, StepContext
+from jaxrl_llm.program.stage import StageOutput, States, StepContext
 
 VERSIONS = "policy_versions"
 NO_VERSION = -1  # the version of a token that no policy sampled
@@ -92,36 +90,18 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GenerateInParts(Stage):
+class GenerateInParts(SessionStage):
     """Samples responses in parts, `group` a prompt. `advance` adds one, and a call writes all."""
 
-    model: Role
-    how: Generation
     sessions: Sessions
-    prompt: int  # P
-    response: int  # R
-    pad_id: int
-
-    generates = True
-    name = "gen"
-    role = HOST
-
-    @property
-    def shares(self) -> tuple[str, ...]:
-        return shared_roles(self.model)
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (*SAMPLED, VERSIONS, *self.how.recorded)
 
-    def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        blank = jax.eval_shape(lambda: self._blank(rows))
-        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in blank.items()}
-
-    def _blank(self, rows: int) -> dict[str, jax.Array]:
-        sizes = {"prompt": self.prompt, "response": self.response, "pad_id": self.pad_id}
+    def blank(self, rows: int) -> dict[str, jax.Array]:
         none = jnp.full((rows, self.response), NO_VERSION, jnp.int32)
-        return blank_fields(self.model, self.how.settings, rows, **sizes) | {VERSIONS: none}
+        return super().blank(rows) | {VERSIONS: none}
 
     def begin(self, context: StepContext, step: int, sample_ids: np.ndarray) -> None:
         """Responses without a token for the owned rows of a batch."""
@@ -164,7 +144,7 @@ class GenerateInParts(Stage):
         )
         try:
             self._run(engines, parts, version)
-            steps = max(gather_objects(engines.num_steps, "parts"))  # of the slowest process
+            steps = max(gather_objects(engines.num_steps, "parts"))  # the slowest process's
             return {"rollout/decode_steps": float(steps)}
         finally:
             engines.close()
@@ -207,7 +187,7 @@ class GenerateInParts(Stage):
     def __call__(
         self, context: StepContext, step: int, *, sample_ids: np.ndarray, states: States
     ) -> StageOutput:
-        fields = {name: np.array(x) for name, x in self._blank(len(sample_ids)).items()}
+        fields = {name: np.array(x) for name, x in self.blank(len(sample_ids)).items()}
         for row, each in enumerate(context.responses):
             answer = Answer(
                 num_prompt=len(each.prompt),

@@ -25,6 +25,7 @@ from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.models.base import ModelSpec
 from jaxrl_llm.plan.generating import Generation
 from jaxrl_llm.plan.roles import Role, sampling_model
+from jaxrl_llm.program.stage import HOST, Stage
 
 
 @dataclass(eq=False)
@@ -105,11 +106,6 @@ class Sessions:
         return spec, program(params_of(state))
 
 
-def shared_roles(role: Role) -> tuple[str, ...]:
-    """The roles whose states a stage on the host needs to open engines of `role`."""
-    return (role.name, *((role.base,) if role.base else ()))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """A response of one row, as its fields have it."""
@@ -138,22 +134,43 @@ def seed_words(how: Generation, step: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(how.keys(jnp.int32(step))))
 
 
-def blank_fields(
-    role: Role, settings: GenerationSettings, rows: int, *, prompt: int, response: int, pad_id: int
-) -> dict[str, jax.Array]:
-    """The fields of samples without a response; P is `prompt`, and R is `response`."""
-    config = role.spec.config
-    blank = {
-        "responses": jnp.full((rows, response), pad_id, jnp.int32),
-        "response_lengths": jnp.zeros((rows,), jnp.int32),
-        "mask": jnp.zeros((rows, response), jnp.float32),
-        "rollout_logprobs": jnp.zeros((rows, response), jnp.float32),
-    }
-    if settings.record_routes:
-        blank[ROUTES] = no_routes(config, rows, prompt + response)
-    if settings.record_kept:
-        blank[KEPT] = no_kept(rows, response, settings.sampling.num_kept(config.vocab_size))
-    return blank
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SessionStage(Stage):
+    """A stage that samples by sessions, on the host; see `Sessions`."""
+
+    model: Role
+    how: Generation
+    prompt: int  # P
+    response: int  # R
+    pad_id: int
+
+    generates = True
+    name = "gen"
+    role = HOST
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return (self.model.name, *((self.model.base,) if self.model.base else ()))
+
+    def shapes(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        blank = jax.eval_shape(lambda: self.blank(rows))
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in blank.items()}
+
+    def blank(self, rows: int) -> dict[str, jax.Array]:
+        """The fields of samples without a response."""
+        config, settings = self.model.spec.config, self.how.settings
+        blank = {
+            "responses": jnp.full((rows, self.response), self.pad_id, jnp.int32),
+            "response_lengths": jnp.zeros((rows,), jnp.int32),
+            "mask": jnp.zeros((rows, self.response), jnp.float32),
+            "rollout_logprobs": jnp.zeros((rows, self.response), jnp.float32),
+        }
+        if settings.record_routes:
+            blank[ROUTES] = no_routes(config, rows, self.prompt + self.response)
+        if settings.record_kept:
+            most = settings.sampling.num_kept(config.vocab_size)
+            blank[KEPT] = no_kept(rows, self.response, most)
+        return blank
 
 
 def write_answer(
@@ -163,7 +180,7 @@ def write_answer(
     *,
     prompt: int,
 ) -> None:
-    """Write the answer of a row into its `blank_fields`; P is `prompt`."""
+    """Write the answer of a row into the fields of `SessionStage.blank`; P is `prompt`."""
     length, own = len(answer.tokens), answer.num_prompt
     fields["responses"][row, :length] = answer.tokens
     fields["response_lengths"][row] = length

@@ -38,20 +38,15 @@ def _replicas(c: Config, mesh: MeshConfig) -> str:
 def placement(c: Config) -> Faults:
     """Roles on devices of their own get whole shares of the samples."""
     for role, devices in devices_of_roles(c).items():
-        keys, n, what = (
-            ("data.train_batch_size", "actor.ppo_mini_batch_size"),
-            c.rollout.n,
-            "samples",
-        )
-        if is_offline(c):
-            keys, n, what = keys[:1], 1, "records"
+        keys, n, rest = ("data.train_batch_size",), 1, ""
+        if not is_offline(c):
+            keys, n, rest = (*keys, "actor.ppo_mini_batch_size"), c.rollout.n, " with <rollout.n>"
         for key in keys:
             number, samples = len(devices), value_at(c, key) * n
             if role != ACTOR and samples % number:
-                given = "" if is_offline(c) else " with <rollout.n>"
                 yield (
                     f"<placement.{role}>: it has {number} devices, which do not divide the "
-                    f"{samples} {what} of <{key}>{given}"
+                    f"{samples} samples of <{key}>{rest}"
                 )
 
 

@@ -38,7 +38,7 @@ import tempfile
 
 from benchmarks.options import read_options
 from jaxrl_llm.launch.main import run
-from jaxrl_llm.launch.runtime import enable_compile_cache, prepare
+from jaxrl_llm.launch.runtime import cache_short_programs, enable_compile_cache, prepare
 
 
 def main(argv: list[str]) -> int:
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
         # rl_step needs one: its programs are compiled ahead, side by side, and found there.
         folder = options.compile_cache or stack.enter_context(tempfile.TemporaryDirectory())
         enable_compile_cache(str(folder))
+        cache_short_programs()
         from benchmarks.command import run_command
 
         return run_command(options, peers)

@@ -93,7 +93,7 @@ def start(
         enable_compile_cache(config.compile_cache)
     elif not os.environ.get(COMPILE_CACHE):
         enable_compile_cache(str(run_folder(config) / "compile_cache"))
-    _cache_short_programs()
+    cache_short_programs()
     return config
 
 
@@ -164,7 +164,7 @@ def _placed(config: Config) -> list[int]:
     return [number for group in numbers.values() for number in group]
 
 
-def _cache_short_programs() -> None:
+def cache_short_programs() -> None:
     """Keep short programs in the compile cache, unless the environment says how short.
 
     A start has a hundred that draw or measure an array, and a GPU's take 30 to 600 ms each.
@@ -420,5 +420,3 @@ def enable_compile_cache(folder: str) -> None:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).resolve()))
-    # Programs that draw and measure one array take 0.1 to 0.6 s each, and a start has a dozen.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

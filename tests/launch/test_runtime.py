@@ -223,6 +223,7 @@ def test_compile_cache_is_used_by_the_next_process(tmp_path):
         "import jax, sys\n"
         "from jaxrl_llm.launch import runtime\n"
         "runtime.enable_compile_cache(sys.argv[1])\n"
+        "runtime.cache_short_programs()\n"
         "assert jax.config.jax_persistent_cache_min_compile_time_secs <= 0.1\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
         "events = []\n"

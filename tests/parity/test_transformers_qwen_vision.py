@@ -267,7 +267,7 @@ def test_greedy_generation(folder, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_adapters_of_the_decoder(folder, name, tmp_path):
     """PEFT's model of the exported adapters; the encoder has modules of the same names."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="pip install -e '.[parity]'")
     theirs, spec, params = both(name, folder / name)
     tensors = [
         x.name for path, x in hf_names(spec.config, "causal_lm").items() if path[0] != "vision"

@@ -58,7 +58,7 @@ COMMANDS = {
         | {"rollout.temperature": "the check compares log-probs at temperature 1"},
     ),
     "sessions": Command(
-        workloads=("rl_mix", "append", "clients"),
+        workloads=("rl_mix", "append", "clients", "turns"),
         default=("rl_mix", "append", "clients"),
         batch="ROWS, e.g. 64",
         refused=_NO_SIZES
@@ -111,6 +111,7 @@ BATCHES: dict[str, dict[str, tuple[Batch, ...]]] = {
     "prefill": {"tiny": ((3, 0),), "": ((256, 0),)},
     "append": {"tiny": ((2, 0),), "": ((1, 0), (256, 0))},
     "clients": {"tiny": ((3, 0),), "": ((1, 0), (64, 0), (256, 0))},
+    "turns": {"tiny": ((3, 0),), "": ((1024, 0),)},
     "update": _TRAINING,
     "logprob": _TRAINING,
     "reference": _TRAINING,

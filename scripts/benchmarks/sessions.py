@@ -1,5 +1,6 @@
-"""Sessions of the engine: the RL mix, appended turns, and clients."""
+"""Sessions of the engine: the RL mix, appended turns, clients, and slots kept busy by turns."""
 
+import heapq
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from jaxrl_llm.models.base import model_spec
 
 CONTEXT, TURN = 4000, 100  # ids of a waiting sequence, and of the turn that is appended
 TINY = (30, 4)  # the same for the shape `tiny`
+TURNS, SAMPLED, OBSERVED = 4, 128, 32  # turns of a sample, and ids of a turn and an observation
+LATENCIES = (None, 0, 1, 10)  # seconds of the tool; None: no tool, and one turn as long as all
 
 
 class SessionCase(Case):
@@ -270,6 +273,126 @@ class Clients(SessionCase):
         return {"tokens/s": self.REQUESTS * self.number * self.lengths[1] / seconds}
 
 
+class Turns(SessionCase):
+    """Slots kept busy by a queue of samples of four turns, with a tool that takes its time.
+
+    Groups of eight share a prompt. A sample begins when a slot and memory are free. `latency` is
+    the seconds from the end of a turn to its observation; None: one turn of the same length, and no
+    tool. All latencies have the memory of the longest, and so the same programs. First turns have
+    random lengths, so turns do not end together.
+    """
+
+    GROUP = 8
+    TURN_S = 2.0  # about what a turn takes with 1,024 slots of 1.5B
+    WINDOW = 60.0  # seconds that are measured
+
+    def __init__(
+        self,
+        slots: int,
+        latency: int | None,
+        lengths: tuple[int, int],
+        *arguments: Any,
+    ) -> None:
+        super().__init__(*arguments)
+        self.slots, self.latency, self.prompt = slots, latency, lengths[0]
+        self.most = TURNS * (SAMPLED + OBSERVED)
+        longest = max(x or 0 for x in LATENCIES)
+        self.in_flight = int(1.2 * slots * (1 + (TURNS - 1) / TURNS * longest / self.TURN_S))
+        waiting = self.in_flight - slots  # they have half of their tokens
+        self.cache_tokens = slots * self.most + waiting * self.most // 2
+        self.window = 0.5 if self.shape == "tiny" else self.WINDOW
+
+    def checked_rows(self) -> tuple[int, int]:
+        return 4, self.prompt + self.most
+
+    def settings(self) -> EngineSettings:
+        return EngineSettings(
+            max_context=self.prompt + self.most,
+            num_slots=self.slots,
+            cache_tokens=self.cache_tokens,
+            sampling=SamplingParams(max_new_tokens=self.most),
+            num_beginnings=self.in_flight // self.GROUP + 16,
+            beginning_tokens=self.prompt,
+            group=self.GROUP,
+            attention=self.config.actor.attention,
+        )
+
+    def prepare(self, programs: Programs) -> None:
+        super().prepare(programs)
+        self.seed, self.number, self.most_waiting = self.key(), 0, 0
+        self.turns: dict[Sampled, int] = {}  # turns of each sample so far
+        self.due: list[tuple[float, int, Sampled]] = []  # times of observations
+        self.ended: list[Sampled] = []
+
+    def check(self) -> dict[str, float]:
+        """Work until samples have come and gone for their whole time."""
+        begun = time.perf_counter()
+        long_enough = TURNS * (self.TURN_S + (self.latency or 0))
+        while len(self.ended) < 4 or time.perf_counter() < begun + long_enough * (self.window > 1):
+            self.serve()
+        return self.agree(self.ended[-4:])
+
+    def run(self) -> list[Sampled]:
+        begun, steps, sampled = time.perf_counter(), self.engine.num_steps, 0
+        while time.perf_counter() < begun + self.window:
+            sampled += self.serve()
+        self.rate = sampled / (time.perf_counter() - begun)
+        self.steps = self.engine.num_steps - steps
+        return self.ended
+
+    def serve(self) -> int:
+        """Give observations that are due, let samples begin, step; the ids of turns that ended."""
+        engine, now = self.engine, time.perf_counter()
+        while self.due and self.due[0][0] <= now:
+            sequence = heapq.heappop(self.due)[2]
+            engine.append(sequence, self.ids(OBSERVED), limit=SAMPLED)
+        counts = engine.counts()
+        self.most_waiting = max(self.most_waiting, counts["waiting"])
+        room = engine.num_free_tokens // (SAMPLED + OBSERVED) - self.slots // 2
+        for _ in range(min(self.slots - counts["queued"] - counts["running"], room)):
+            self._begin()
+        if not engine.has_work:
+            time.sleep(0.001)
+            return 0
+        sampled = 0
+        for sequence in engine.step():
+            if sequence.status != "waiting":
+                continue
+            sampled += SAMPLED if self.latency is not None else TURNS * SAMPLED
+            if self.latency is None or self.turns[sequence] == TURNS:
+                engine.finish(sequence)
+                del self.turns[sequence]
+                self.ended = [*self.ended[-3:], sequence]
+            else:
+                self.turns[sequence] += 1
+                ready = time.perf_counter() + self.latency
+                heapq.heappush(self.due, (ready, sequence.sample_id, sequence))
+        return sampled
+
+    def _begin(self) -> None:
+        if self.number % self.GROUP == 0:
+            self.shared_prompt = self.ids(self.prompt)
+            self.shared = self.engine.beginning(self.shared_prompt)
+        first = SAMPLED if self.latency is not None else TURNS * SAMPLED
+        limit = int(self.rng.integers(1, first + 1)) if self.number < self.slots else first
+        sequence = self.engine.add(
+            self.shared_prompt,
+            limit=limit,
+            seed_key=self.seed,
+            sample_id=self.number,
+            beginning=self.shared,
+        )
+        self.turns[sequence] = 1
+        self.number += 1
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        return {
+            "tokens/s": self.rate,
+            "decode steps": self.steps,
+            "most that waited": self.most_waiting,
+        }
+
+
 def sessions_cases(options: Options) -> Sequence[Case]:
     """Every workload of every shape."""
     cases: list[Case] = []
@@ -282,17 +405,23 @@ def sessions_cases(options: Options) -> Sequence[Case]:
         )
         mixes = generation_workloads(options, shape)
         numbers = {
-            name: [rows for rows, _ in options.batches_of(shape, name)]
-            for name in ("append", "clients")
+            name: options.batches_of(shape, name)
+            for name in ("append", "clients", "turns")
             if name in options.workloads
         }
         users = len(mixes) + sum(map(len, numbers.values()))
+        latencies = LATENCIES[:2] if shape == "tiny" else LATENCIES
+        users += (len(latencies) - 1) * len(numbers.get("turns", ()))
         weights = Weights(spec, config, layout, users)
         common = (config, layout, weights)
+        sizes = options.sizes(shape)
         cases += [Mix(work, shape, work.name, *common) for work in mixes]
-        for number in numbers.get("append", ()):
+        for number, _ in numbers.get("append", ()):
             cases.append(Appended(number, shape, f"append_{number}", *common))
-        for number in numbers.get("clients", ()):
-            sizes = options.sizes(shape)
+        for number, _ in numbers.get("clients", ()):
             cases.append(Clients(number, sizes, shape, f"clients_{number}", *common))
+        for slots, _ in numbers.get("turns", ()):
+            for latency in latencies:
+                name = f"turns_{slots}_{'no_tool' if latency is None else f'{latency}s'}"
+                cases.append(Turns(slots, latency, sizes, shape, name, *common))
     return cases

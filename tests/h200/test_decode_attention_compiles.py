@@ -1,6 +1,5 @@
 """Decode attention compiled for an H200: registers, shared memory, no spills."""
 
-import functools
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -117,13 +116,12 @@ CASES = [
 ]
 
 
-@functools.cache
-def resources_of(shape: str) -> list[Resources]:
+def resources_of(shape: str, cases: list[tuple[Any, ...]]) -> list[Resources]:
     """The kernel's resources at a shape, one a case."""
     logs, resources = compiled_in_a_process(
-        f"from {Path(__file__).stem} import *; [compile_decode({shape!r}, *c) for c in CASES]"
+        f"from {Path(__file__).stem} import *; [compile_decode({shape!r}, *c) for c in {cases}]"
     )
-    assert len(logs) == len(CASES), logs
+    assert len(logs) == len(cases), logs
     # Compiled one after the other, so both are in the order of the cases.
     return [_resources_in(*found) for found in zip(logs, resources, strict=True)]
 
@@ -138,19 +136,23 @@ def _resources_in(ptxas: str, resources: str) -> Resources:
 
 
 @pytest.mark.parametrize(
-    "shape", [s if s == "7B" else pytest.param(s, marks=pytest.mark.slow) for s in SHAPES]
+    ("shape", "cases"),
+    [
+        ("7B", [CASES[4]]),
+        pytest.param("7B", CASES, marks=pytest.mark.nightly),
+        *(pytest.param(s, CASES, marks=pytest.mark.slow) for s in SHAPES if s != "7B"),
+    ],
 )
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_no_spills_and_several_ctas_per_sm(shape: str, case: int):
-    found = resources_of(shape)[case]
-    assert found.spilled_bytes == 0
+def test_no_spills_and_several_ctas_per_sm(shape: str, cases: list[tuple[Any, ...]]):
     K, N, H = SHAPES[shape]
-    _, _, cache, shared = CASES[case]
-    L, cache_dtype = padded_rows(N // K), jnp.dtype(cache)
-    forms = MatmulForms.of(L, with_prompt_tiles=shared)
-    launched = forms.ctas_per_sm(default_tuning(H, cache_dtype), H, L, cache_dtype)
-    assert launched == (3 if not shared and L == 8 else 2)
-    assert found.ctas_per_sm() >= launched
+    for case, resources in zip(cases, resources_of(shape, cases), strict=True):
+        assert resources.spilled_bytes == 0, case
+        _, _, cache, shared = case
+        L, cache_dtype = padded_rows(N // K), jnp.dtype(cache)
+        forms = MatmulForms.of(L, with_prompt_tiles=shared)
+        launched = forms.ctas_per_sm(default_tuning(H, cache_dtype), H, L, cache_dtype)
+        assert launched == (3 if not shared and L == 8 else 2), case
+        assert resources.ctas_per_sm() >= launched, case
 
 
 @pytest.mark.slow
@@ -207,6 +209,7 @@ def test_one_kernel_and_small_fusions(num_splits: int, most_fusions: int):
     assert hlo.count(" fusion(") <= most_fusions
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_splits", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_shared_prompts_add_no_kernel(num_splits: int):
     """Rounding up the next layer's queries is part of merging; lengths are compared once."""

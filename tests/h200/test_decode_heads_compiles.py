@@ -63,6 +63,7 @@ def step_of(config, slots):
     return body
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("normed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_kernel_between_the_matmul_and_attention(normed):
     """It reads what cuBLAS wrote, and attention reads what it wrote: views lie between them."""

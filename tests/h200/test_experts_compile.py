@@ -18,6 +18,7 @@ pytestmark = needs_compiler
 B, T, D, F, E = 8, 32, 256, 128, 8
 
 
+@pytest.mark.nightly
 def test_gradients_of_weights_are_scattered_before_they_are_summed_over_data():
     """An all-reduce over both axes would move twice the bytes on many devices."""
     mesh = make_mesh(data=2, fsdp=2, expert=2, devices=compile_devices(8))

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from further import further
 from jax.sharding import NamedSharding, PartitionSpec
 from target import CUBLAS, abstract, h200_mesh, needs_compiler
 from test_training_compiles import ROW, update
@@ -95,6 +96,7 @@ def test_a_gradient_has_no_scatter():
     assert len(outputs_of(program, "gated_delta_scan")) == 2
 
 
+@pytest.mark.nightly
 def test_a_prefill_keeps_the_chunks_of_one_layer():
     """The states after a prompt are computed in their layer, and not after all of them."""
     tokens = 2048
@@ -140,7 +142,7 @@ def test_a_token_writes_states_in_place(begins):
     assert program.memory_analysis().temp_size_in_bytes < slots * N * H * V * 4 / 2
 
 
-@pytest.mark.parametrize("values", [448, 512])
+@pytest.mark.parametrize("values", further([448, 512]))
 def test_a_token_of_large_heads(values):
     """XLA computes a step whose memory of a head is larger than shared memory."""
     traced = abstract((inputs_of(2, 1, values), states_of(2, values), array(2, dtype=jnp.bool)))
@@ -148,6 +150,7 @@ def test_a_token_of_large_heads(values):
     assert len(outputs_of(program, "gated_delta_step")) == (values == 448)
 
 
+@pytest.mark.nightly
 def test_each_device_has_its_rows_and_heads():
     """The kernels of four devices: two halves of the rows and two of the heads. No scatter here."""
     mesh = h200_mesh((1, 2, 2))

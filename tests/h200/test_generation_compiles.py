@@ -341,6 +341,7 @@ def test_several_cards(stops, sizes):
 
 
 # Triton's products, cuBLAS'
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "samples", [pytest.param(64, marks=pytest.mark.slow), FEWEST_WITHOUT_TRITON]
 )
@@ -427,6 +428,7 @@ def test_a_decode_step_reads_a_base_in_float8_as_it_is():
     assert temporaries(2 * FEW_ROWS) > 60e6
 
 
+@pytest.mark.nightly
 def test_a_tail_as_a_program_copies_neither_weights_nor_cache():
     """A chain hands them from one program to the next: see program/chain.py."""
     slots, tail = FEWEST_WITHOUT_TRITON, 64

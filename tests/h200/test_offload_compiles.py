@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from further import further
 from jax.sharding import NamedSharding, PartitionSpec
 from target import h200_mesh, in_memory, moments_in_memory, needs_compiler
 
@@ -55,7 +56,7 @@ def memory(kind, *, fsdp, num_epochs):
     return lowered.compile().memory_analysis()
 
 
-@pytest.mark.parametrize(("fsdp", "num_epochs"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("fsdp", "num_epochs"), further([(1, 1), (2, 2)]))
 def test_moments_visit_the_card_in_turn(fsdp, num_epochs):
     there = memory("device", fsdp=fsdp, num_epochs=num_epochs)
     away = memory("pinned_host", fsdp=fsdp, num_epochs=num_epochs)

@@ -19,12 +19,15 @@ from jaxrl_llm.estimate.rates import rates_of
 from jaxrl_llm.estimate.work import work_of
 
 pytestmark = needs_compiler
-FEW = (grpo_1_5b_1, dpo_70b_1024)
-OTHERS = [
-    pytest.param(module, marks=pytest.mark.slow) for module in (ppo_7b_8, grpo_32b_64, ppo_72b_1024)
+CONFIGS = [
+    grpo_1_5b_1,
+    pytest.param(dpo_70b_1024, marks=pytest.mark.nightly),
+    *(pytest.param(module, marks=pytest.mark.slow) for module in (ppo_7b_8, grpo_32b_64)),
+    pytest.param(ppo_72b_1024, marks=pytest.mark.slow),
 ]
 
 
+@pytest.mark.nightly
 def test_programs_for_a_card_have_the_kernels_that_auto_takes_there():
     config = grpo_1_5b_1.get_config()
     config = replace(config, actor=replace(config.actor, attention="auto", scan_layers=True))
@@ -39,7 +42,7 @@ def test_programs_for_a_card_have_the_kernels_that_auto_takes_there():
     assert f"x{row}x{row}x" not in lowered
 
 
-@pytest.mark.parametrize("module", [*FEW, *OTHERS], ids=lambda m: m.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", CONFIGS, ids=lambda m: m.__name__.rpartition(".")[2])
 def test_a_layout_fits_and_its_programs_trace(module):
     config = module.get_config()
     # Like layers are traced once, so that fewer show the same.

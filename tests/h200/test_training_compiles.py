@@ -117,6 +117,7 @@ def test_on_one_card():
     assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes  # the state is donated
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes", [pytest.param((1, 4, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_on_four_cards(sizes):
     text = update(sizes, compiler_options=CUBLAS).as_text()

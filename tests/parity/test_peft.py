@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from further import further
 from tiny_models import CONFIGS, HYBRID_EXPERTS, their_tensors, with_rule, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import import_params
@@ -94,11 +95,12 @@ def peft_name(name):
     return name.removesuffix(".weight") if "magnitude" in name else name
 
 
-SLOW = ("hybrid", "hybrid_dora", "hybrid_fused")  # hybrid_fused_dora proves what these do
+# Together they prove what the others do.
+FIRST = ("lora", "dora", "tables", "fused", "experts", "hybrid_fused_dora")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in KINDS]
+    "kind", further([*FIRST, *(kind for kind in KINDS if kind not in FIRST)], first=len(FIRST))
 )
 def test_peft_computes_the_same(tmp_path, kind):
     config, flags = config_of(kind), KINDS[kind]

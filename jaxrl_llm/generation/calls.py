@@ -10,7 +10,9 @@ Shape letters: B slots, M decode steps of a call at most, T pages of a slot, A r
 L their tokens, O pages, R entries of a page, P entries of a prompt row, V vocabulary.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.decode import decode
 from jaxrl_llm.generation.kv_cache import (
     RESIDUAL_DTYPE,
     Cache,
     HeadAxes,
+    cache_specs,
     extend_attend,
     keys_and_values,
 )
@@ -119,6 +123,14 @@ class CallSettings(NamedTuple):
     slots_per_prompt: int = 1  # slots that read one prompt row, about
     record_routes: bool = False
     record_kept: bool = False
+    heads: HeadAxes | None = None  # axes of the mesh in scope that split the heads
+    experts: Layout | None = None  # layout of experts, whose layers split themselves
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Layers of experts find their layout while the block runs."""
+        with self.experts.for_layers() if self.experts else nullcontext():
+            yield
 
 
 class Decoded(NamedTuple):
@@ -171,7 +183,6 @@ def decode_steps(
     settings: CallSettings,
     *,
     steps: int,
-    heads: HeadAxes | None = None,
 ) -> tuple[Cache, Decoded]:
     """Up to `most` decode steps in the live slots; fewer once `enough` of them have ended.
 
@@ -235,7 +246,7 @@ def decode_steps(
         keys,
         sampling,
         attention=settings.attention,
-        heads=heads,
+        heads=settings.heads,
         filters=settings.filters,
     )
     num_live = state.slots.num_live
@@ -244,12 +255,13 @@ def decode_steps(
         live = now.slots.num_live
         return (now.steps < most) & (live > 0) & (num_live - live < enough)
 
-    after = lax.while_loop(goes_on, body, state)
+    with settings.scope():
+        after = lax.while_loop(goes_on, body, state)
     columns = (after.slots.count_B, after.slots.live_B)
     packed = [after.tokens_NR, lax.bitcast_convert_type(after.logprobs_NR, jnp.int32)]
     packed += [x.astype(jnp.int32)[:, None] for x in columns]
     routes = None if after.routes is None else after.routes.read_NR
-    return after.cache, Decoded(
+    return _in_place(after.cache, settings.heads), Decoded(
         jnp.concatenate(packed, axis=1), after.steps, routes, after.kept_NRK
     )
 
@@ -274,7 +286,6 @@ def extend(
     *,
     into_row: bool,
     sees_cache: bool,
-    heads: HeadAxes | None = None,
 ) -> tuple[Cache, jax.Array | None]:
     """Compute given tokens into the cache; the experts that they took, [A, L, layers, K].
 
@@ -294,16 +305,25 @@ def extend(
         into_row=into_row,
         sees_cache=sees_cache,
         implementation=settings.attention,
-        heads=heads,
+        heads=settings.heads,
     )
-    _, cache, routed = bind(spec, params).routed(
-        jnp.where(real_AL, tokens_AL, 0),
-        entry_AL if into_row else given.beginning_A[:, None] + entry_AL,
-        attend=attend,
-        cache=cache,
-        residual_dtype=RESIDUAL_DTYPE,
-        routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),
-    )
+    with settings.scope():
+        _, cache, routed = bind(spec, params).routed(
+            jnp.where(real_AL, tokens_AL, 0),
+            entry_AL if into_row else given.beginning_A[:, None] + entry_AL,
+            attend=attend,
+            cache=cache,
+            residual_dtype=RESIDUAL_DTYPE,
+            routing=None if spec.config.mixture is None else Routing(real_BT=real_AL),
+        )
+    cache = _in_place(cache, settings.heads)
     if not settings.record_routes or routed is None:
         return cache, None
     return cache, jnp.moveaxis(routed.chosen_BTK, 0, 2)
+
+
+def _in_place(cache: Cache, heads: HeadAxes | None) -> Cache:
+    """The cache split as the next call gets it, so that its memory can be donated."""
+    if heads is None:
+        return cache
+    return jax.tree.map(lax.with_sharding_constraint, cache, cache_specs(cache, heads))

@@ -398,9 +398,7 @@ def generate_on_mesh(
     Requires: the replicas divide the number of prompts.
     """
     replicas, num_samples = layout.num_replicas, prompts_NP.shape[0]
-    # With whole heads there is nothing to split, so all axes are manual.
-    group = layout.axes("mlp")
-    split = layout.size("mlp") > 1
+    heads, experts = split_of(spec.config, layout)
     before, after = (
         shardings(spec.axes, spec.params, layout.mesh, each.rules)
         for each in (stored or layout, layout)
@@ -409,10 +407,6 @@ def generate_on_mesh(
     if limits_N is None:
         limits_N = jnp.full((num_samples,), settings.sampling.max_new_tokens, jnp.int32)
     settings = replace(settings, group=math.gcd(settings.group, num_samples // replicas))
-
-    # The partitioner cannot split a grouped matmul: layers of experts split it themselves.
-    mixed = split and spec.config.mixture is not None
-    experts = Layout(layout.mesh, ShardingRules(mlp=group)) if mixed else None
 
     def one_replica(params: Any, samples: Samples) -> GenerationOutput:
         with experts.for_layers() if experts else nullcontext():
@@ -425,7 +419,7 @@ def generate_on_mesh(
                 samples.seed_key,
                 settings,
                 limits_N=samples.limits,
-                heads=_head_axes(spec.config, group, layout) if split else None,
+                heads=heads,
                 numbers_NK=samples.numbers,
                 images=samples.images,
             )
@@ -440,7 +434,8 @@ def generate_on_mesh(
     each: Any = rows
     specs = jax.tree.map(lambda _: each, samples)._replace(seed_key=whole)
     # Axes of heads stay automatic: the partitioner splits the matmuls as the parameters are split.
-    manual = layout.axes("batch") if split else layout.mesh.axis_names
+    # With whole heads there is nothing to split, so all axes are manual.
+    manual = layout.mesh.axis_names if heads is None else layout.axes("batch")
     return jax.shard_map(
         one_replica,
         mesh=layout.mesh,
@@ -451,9 +446,17 @@ def generate_on_mesh(
     )(params, samples)
 
 
-def _head_axes(config: ModelConfig, group: tuple[str, ...], layout: Layout) -> HeadAxes:
-    """The axes of heads. Every device has the one head of a cache of latent attention."""
-    return HeadAxes(group, layout.axes("kv_heads") if config.latent is None else ())
+def split_of(config: ModelConfig, layout: Layout | None) -> tuple[HeadAxes | None, Layout | None]:
+    """The axes that split heads, and the layout of experts; None where a device has all of them.
+
+    Every device has the one head of a cache of latent attention. The partitioner cannot split a
+    grouped matmul: layers of experts split it themselves.
+    """
+    if layout is None or layout.size("mlp") == 1:
+        return None, None
+    group = layout.axes("mlp")
+    experts = Layout(layout.mesh, ShardingRules(mlp=group)) if config.mixture is not None else None
+    return HeadAxes(group, layout.axes("kv_heads") if config.latent is None else ()), experts
 
 
 def generation_form(

@@ -1,4 +1,7 @@
-"""Engines on several devices as one: each device has its copy of the weights, and its sequences."""
+"""Engines of several replicas as one: each has its copy of the weights, and its sequences.
+
+A replica is one device, or the devices that share the heads.
+"""
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.sequence import Beginning, Sequence
 from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.models.base import ModelSpec
@@ -85,19 +90,49 @@ class EngineGroup:
             self._threads.shutdown()
 
 
-def engines_on(
-    spec: ModelSpec, params: Any, settings: EngineSettings, devices: Seq[Any]
-) -> EngineGroup:
-    """An engine on each of these devices of this process.
+def replicas_here(layout: Layout) -> list[Layout]:
+    """The layout of each replica whose devices belong to this process, in their order.
 
-    Requires: each device has all of the weights, in generation form.
+    Requires: the devices of a replica belong to one process.
+    """
+    mesh, rows = layout.mesh, layout.axes("batch")
+    names = (*rows, *(axis for axis in mesh.axis_names if axis not in rows))
+    order = [mesh.axis_names.index(axis) for axis in names]
+    sizes = [mesh.shape[axis] for axis in names]
+    groups = mesh.devices.transpose(order).reshape(-1, *sizes[len(rows) :])
+    here = jax.process_index()
+    return [
+        Layout(
+            Mesh(group.reshape([1] * len(rows) + sizes[len(rows) :]), names),
+            layout.rules,
+        )
+        for group in groups
+        if group.flat[0].process_index == here
+    ]
+
+
+def engines_on(
+    spec: ModelSpec, params: Any, settings: EngineSettings, replicas: Seq[Layout]
+) -> EngineGroup:
+    """An engine on each of these replicas of this process.
+
+    Requires: `params` are in generation form, and each replica has all of them, split as its
+        layout says.
     """
     engines = []
-    for device in devices:
+    for layout in replicas:
+        devices = list(layout.mesh.devices.flat)
 
-        def here(x: jax.Array, device: Any = device) -> jax.Array:
-            return next(shard.data for shard in x.addressable_shards if shard.device == device)
+        def here(x: jax.Array, layout: Layout = layout, devices: Any = devices) -> jax.Array:
+            shards = {shard.device: shard.data for shard in x.addressable_shards}
+            if len(devices) == 1:
+                return shards[devices[0]]
+            assert isinstance(x.sharding, NamedSharding)
+            place = NamedSharding(layout.mesh, x.sharding.spec)
+            parts = [shards[device] for device in devices]
+            return jax.make_array_from_single_device_arrays(x.shape, place, parts)
 
-        with jax.default_device(device):
-            engines.append(Engine(spec, jax.tree.map(here, params), settings))
+        with jax.default_device(devices[0]):
+            own = layout if len(devices) > 1 else None
+            engines.append(Engine(spec, jax.tree.map(here, params), settings, own))
     return EngineGroup(engines)

@@ -147,6 +147,17 @@ def in_place_of(cache: Cache, few_slots: Cache) -> Cache:
     return tuple(map(one, cache, few_slots))
 
 
+def cache_specs(cache: Cache, heads: HeadAxes) -> Any:
+    """How the devices that share heads split a cache, a PartitionSpec for each array."""
+
+    def one(layer: LayerCache | StateCache) -> Any:
+        by_heads = isinstance(layer, LayerCache)
+        spec = PartitionSpec(None, heads.kv) if by_heads else PartitionSpec()
+        return jax.tree.map(lambda _: spec, layer)
+
+    return tuple(map(one, cache))
+
+
 def _own_kv_heads(heads: HeadAxes, num_kv_heads: int) -> bool:
     """True if each device has exactly the KV heads of its own query heads."""
     return heads.kv == heads.query or heads.num_kv() == num_kv_heads

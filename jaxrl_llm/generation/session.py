@@ -19,6 +19,7 @@ Shape letters: see calls.py.
 import functools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.calls import (
     CallSettings,
     Given,
@@ -35,8 +38,8 @@ from jaxrl_llm.generation.calls import (
     decode_steps,
     extend,
 )
-from jaxrl_llm.generation.engine import compiler_options, generation_form
-from jaxrl_llm.generation.kv_cache import init_cache
+from jaxrl_llm.generation.engine import compiler_options, generation_form, split_of
+from jaxrl_llm.generation.kv_cache import cache_specs, init_cache
 from jaxrl_llm.generation.page_pool import Key, PagePool
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.sequence import Beginning, Sampling, Sequence
@@ -90,6 +93,7 @@ class Engine:
     spec: ModelSpec
     params: Any  # in the dtype to compute in
     settings: EngineSettings
+    layout: Layout | None = None  # where several devices share the heads; weights lie so
     _queued: list[Sequence] = field(default_factory=list, init=False)
     _running: list[Sequence] = field(default_factory=list, init=False)
     _waiting: set[Sequence] = field(default_factory=set, init=False)
@@ -99,7 +103,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         settings, config = self.settings, self.spec.config
+        heads, experts = split_of(config, self.layout)
         if not settings.in_generation_form:
+            assert heads is None
             self.spec, self.params = formed(self.spec, self.params, settings.quantization)
         dtype = bind(self.spec, self.params).dtype
         cache_dtype = dtype if settings.quantization == "none" else FLOAT8
@@ -132,10 +138,12 @@ class Engine:
             dtype=cache_dtype,
             state_dtype=dtype,
         )
-        # On the device of the weights from the first call on, or each program is compiled twice.
+        # On the devices of the weights from the first call on, or each program is compiled twice.
         place = jax.tree.leaves(self.params)[0].sharding
-        if isinstance(place, jax.sharding.NamedSharding):
-            place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+        if isinstance(place, NamedSharding):
+            mesh = place.mesh
+            specs = PartitionSpec() if heads is None else cache_specs(self._cache, heads)
+            place = jax.tree.map(partial(NamedSharding, mesh), specs)
         self._cache = jax.device_put(self._cache, place)
         self._how = CallSettings(
             sampling=replace(
@@ -149,6 +157,8 @@ class Engine:
             slots_per_prompt=settings.group,
             record_routes=settings.record_routes,
             record_kept=settings.record_kept,
+            heads=heads,
+            experts=experts,
         )
 
     # -------------------------------------------------------------------------- sequences
@@ -280,10 +290,11 @@ class Engine:
 
         It returns earlier when `enough` sequences have ended their turn; 0: a sixteenth of them.
         """
-        while self._admit():
+        with nullcontext() if self.layout is None else jax.set_mesh(self.layout.mesh):
+            while self._admit():
+                self._compute()
             self._compute()
-        self._compute()
-        return self._decode(most or self.settings.steps, enough)
+            return self._decode(most or self.settings.steps, enough)
 
     def _oldest(self) -> Sequence | None:
         everyone = [*self._running, *self._waiting, *self._queued]

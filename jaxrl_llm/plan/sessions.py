@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.reshard import to_layout
-from jaxrl_llm.distributed.sharding import replicated, shardings
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.generation.engine import generation_form
-from jaxrl_llm.generation.engine_group import EngineGroup, engines_on
+from jaxrl_llm.generation.engine_group import EngineGroup, engines_on, replicas_here
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.session import EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings, Quantization
@@ -46,16 +46,15 @@ class Sessions:
         stop_ids: Sequence[int],
         shares: bool = True,
     ) -> EngineGroup:
-        """An engine on each device of the role here. Close them at the end.
+        """An engine on each replica of the role here. Close them at the end.
 
-        `settings` are for one device. `rows` are the samples of a batch here, and the most slots.
-        `shares`: samples of a prompt
-        have its tokens in common.
+        `settings` are for one replica. `rows` are the samples of a batch here, and the most slots.
+        `shares`: samples of a prompt have its tokens in common.
         """
         data, group = self.config.data, settings.group
         spec, params = self._formed(role, state, settings.quantization, dtype)
-        devices = [d for d in role.mesh.devices.flat if d.process_index == jax.process_index()]
-        rows = max(1, -(-rows // len(devices)))
+        replicas = replicas_here(role.generation)
+        rows = max(1, -(-rows // len(replicas)))
         slots = min(settings.num_slots or rows, rows)
         return engines_on(
             spec,
@@ -75,33 +74,35 @@ class Sessions:
                 record_routes=settings.record_routes,
                 record_kept=settings.record_kept,
             ),
-            devices,
+            replicas,
         )
 
     def _formed(
         self, role: Role, state: Any, quantization: Quantization, dtype: str
     ) -> tuple[ModelSpec, Any]:
-        """The model in generation form, whole on each device."""
+        """The model in generation form, whole on each replica."""
         key = role.name, role.spec, quantization, dtype
         if key not in self._forms:
-            made = []
+            made, generation = [], role.generation
+            split = generation.size("mlp") > 1
 
             def form(params: Any) -> Any:
                 spec, params = sampling_model(role.spec, params, dtype)
                 before, after = (
                     shardings(spec.axes, spec.params, each.mesh, each.rules)
-                    for each in (role.layout, role.generation)
+                    for each in (role.layout, generation)
                 )
                 params = to_layout(params, before, after)
                 spec, params = generation_form(
-                    spec.of_dtype(dtype), params, quantization, split=False
+                    spec.of_dtype(dtype), params, quantization, split=split
                 )
                 made.append(spec)
                 return params
 
-            program = jax.jit(form, out_shardings=replicated(role.mesh))
             jax.eval_shape(form, params_of(state))
-            self._forms[key] = made[0], program
+            spec = made[0]
+            places = shardings(spec.axes, spec.params, generation.mesh, generation.rules)
+            self._forms[key] = spec, jax.jit(form, out_shardings=places)
         spec, program = self._forms[key]
         return spec, program(params_of(state))
 
@@ -197,8 +198,12 @@ def write_answer(
 
 def check_sessions(sampler: Role, keys: str) -> None:
     """Raises: ConfigError for what sessions do not go with. `keys` are what needs them."""
+    hosts = {
+        len({device.process_index for device in replica.mesh.devices.flat})
+        for replica in replicas_here(sampler.generation)
+    }
     refused = {
-        "config.mesh.generation.tensor": sampler.generation.size("mlp") > 1,
+        "config.mesh.generation.tensor over several processes": max(hosts, default=1) > 1,
         "config.exact=strict": sampler.forward.strict is not None,
     }
     for key, is_set in refused.items():

@@ -61,7 +61,11 @@ def turns_of(sample):
     return [{name: x for name, x in turn.items() if name != "tool_s"} for turn in turns]
 
 
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
+    ids=str,
+)
 def test_a_mesh_gives_the_samples_of_one_device(tmp_path, one, sizes):
     run = run_of(tmp_path / "run")
     run.finish_here("--devices=8", *(f"--config.mesh.{axis}={n}" for axis, n in sizes.items()))

@@ -71,6 +71,7 @@ _ESCAPED = (
 )
 StopText = Annotated[str, Len(1, 32), tested(lambda text: not _ESCAPE.search(text), _ESCAPED)]
 StopTexts = Annotated[Many[StopText], Len(0, 16)]
+Drafts = Annotated[int, Ge(0), Le(15)]
 Placement = Annotated[dict[str, Any] | Literal["auto"], BeforeValidator(_placement)]
 
 
@@ -409,6 +410,9 @@ class RolloutConfig(Record):
     cache_tokens: Whole = 0
     # Memory of a GPU for slots and cache, in GB; 0: what the models of the run leave free.
     memory_gb: GigabytesOrZero = 0.0
+    # Most draft tokens of a sequence in a decode step at the end of a batch; 0: none. Drafts come
+    # from the group's texts and change no distribution: docs/engine.md.
+    drafts: Drafts = 0
     stop_token_ids: Many[Whole] = ()  # token ids that end a response, added to the tokenizer's
     # Texts that end a response, held-out answers too: at most 16, each of at most 32 characters.
     stop: StopTexts = ()

@@ -36,6 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
+from jaxrl_llm.generation.drafts import Drafting
 from jaxrl_llm.generation.in_graph import TurnRecord, begin_turns, record_of
 from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, in_place_of, page_entries
 from jaxrl_llm.generation.pages import page_sizes
@@ -43,7 +44,13 @@ from jaxrl_llm.generation.prefill import prefill
 from jaxrl_llm.generation.queue import Queue, make_queue
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings, Quantization
-from jaxrl_llm.generation.sizes import EngineSizes, engine_sizes, prefill_implementation
+from jaxrl_llm.generation.sizes import (
+    MOST_DRAFT_SLOTS,
+    EngineSizes,
+    engine_sizes,
+    most_drafts,
+    prefill_implementation,
+)
 from jaxrl_llm.generation.slots import State, empty_state, fill_slots
 from jaxrl_llm.generation.tail import compact
 from jaxrl_llm.kernels.float8 import FLOAT8
@@ -84,6 +91,9 @@ class GenerationOutput:
     # `record_kept` and a filter is on.
     kept: jax.Array | None = None
     turns: TurnRecord | None = None  # turns with an environment in the program
+    # Draft tokens that were checked, and those that were taken. None where no tail has drafts.
+    drafts_offered: jax.Array | None = None
+    drafts_accepted: jax.Array | None = None
 
 
 class Samples(NamedTuple):
@@ -268,7 +278,8 @@ class _Engine(NamedTuple):
     empty: Callable[[], State]
     prefill: Callable[[State], State]
     decode: Callable[[State], State]
-    decode_tail: Callable[[State], State]
+    decode_tail: Callable[..., State]
+    drafting: Drafting | None  # None: no tail has drafts
     fill_slots: Callable[[State], State]
     queue: Queue
     sizes: EngineSizes
@@ -346,6 +357,7 @@ def _engine(
         assert numbers_NK is not None
         step = partial(step, in_graph=settings.turns)
         turns = begin_turns(settings.turns, jnp.asarray(numbers_NK), max_new_tokens)
+    most = most_drafts(settings, spec.config, sizes)
     return _Engine(
         empty=partial(
             empty_state,
@@ -360,10 +372,12 @@ def _engine(
             record_routes=settings.record_routes,
             record_kept=num_kept if settings.record_kept else 0,
             turns=turns,
+            drafts=most > 0,
         ),
         prefill=partial(prefill, spec, params, queue, sizes, **how),
         decode=step,
         decode_tail=partial(step, in_tail=True),
+        drafting=Drafting.of(most, queue) if most else None,
         fill_slots=partial(fill_slots, queue, pages),
         queue=queue,
         sizes=sizes,
@@ -519,8 +533,10 @@ def _run_tail(engine: _Engine, state: State, number: int) -> State:
     """Decode steps in the slots of a tail, until the next tail can hold the live ones."""
     num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
     few = compact(state, num_slots)
+    drafting = engine.drafting if num_slots <= MOST_DRAFT_SLOTS else None
     with jax.named_scope(TAIL_STEPS):
-        few = lax.while_loop(partial(_more_live, fewer), engine.decode_tail, few)
+        step = partial(engine.decode_tail, drafting=drafting)
+        few = lax.while_loop(partial(_more_live, fewer), step, few)
     return few._replace(cache=in_place_of(state.cache, few.cache))
 
 
@@ -557,4 +573,6 @@ def _output(
         routes=state.routes and state.routes.of_samples(prompt_lengths_N, group_N),
         kept=state.kept_NRK,
         turns=None if state.turns is None else record_of(state.turns),
+        drafts_offered=state.drafts and state.drafts.offered,
+        drafts_accepted=state.drafts and state.drafts.accepted,
     )

@@ -65,7 +65,8 @@ RESIDUAL_DTYPE = "float32"
 
 # A jitted function of its own, so that all layers share one lowering (0.2 s of one core each).
 _prefix_decode_attention = jax.jit(
-    prefix_decode_attention, static_argnames=("window", "implementation", "strict", "softcap")
+    prefix_decode_attention,
+    static_argnames=("window", "implementation", "strict", "softcap", "shared_pages"),
 )
 _queries_and_entries = jax.jit(queries_and_entries, static_argnames="num_kv_heads")
 
@@ -510,9 +511,16 @@ def _attention_by_heads(
 
 
 def decode_attend(
-    context: Context, implementation: Implementation, heads: HeadAxes | None
+    context: Context,
+    implementation: Implementation,
+    heads: HeadAxes | None,
+    *,
+    shared_pages: bool = False,
 ) -> Attend:
-    """Attention of one new token a slot. It also writes the token's key and value to its page."""
+    """Attention of one new token a slot. It also writes the token's key and value to its page.
+
+    With `shared_pages` several rows are tokens of one sequence; see `prefix_decode_attention`.
+    """
 
     def attend(
         q_B1NH: jax.Array,
@@ -526,7 +534,7 @@ def decode_attend(
         softcap: float | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         new_BK2H = stored(k_B1KH[:, 0], v_B1KH[:, 0], layer_cache.own)
-        how = (window, implementation, heads, sinks, softcap)
+        how = (window, implementation, heads, sinks, softcap, shared_pages)
         out_BNH, own = _decode_by_heads(q_B1NH[:, 0], new_BK2H, layer_cache, context, *how)
         return out_BNH[:, None], layer_cache._replace(own=own)
 
@@ -538,6 +546,8 @@ def decode_attend_heads(
     cache_dtype: jax.typing.DTypeLike,
     implementation: Implementation,
     heads: HeadAxes | None,
+    *,
+    shared_pages: bool = False,
 ) -> AttendHeads | None:
     """`decode_attend` of heads before norms and rope, which a kernel computes.
 
@@ -563,7 +573,7 @@ def decode_attend_heads(
         K = layer_cache.own.shape[1]
         queries_BXH, new_BK2H = _queries_and_entries(step, num_kv_heads=K)
         q_BNH = queries_BXH.reshape(B, K, -1, H)[:, :, : A // K - 2].reshape(B, -1, H)
-        how = (window, implementation, None, sinks, softcap, queries_BXH)
+        how = (window, implementation, None, sinks, softcap, shared_pages, queries_BXH)
         out_BNH, own = _decode_by_heads(q_BNH, new_BK2H, layer_cache, context, *how)
         return out_BNH[:, None], layer_cache._replace(own=own)
 
@@ -580,6 +590,7 @@ def _decode_by_heads(
     heads: HeadAxes | None,
     sinks_N: jax.Array | None,
     softcap: float | None,
+    shared_pages: bool,
     queries_BXH: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Decode attention and the new pages; each device of `heads` has its own KV heads.
@@ -616,6 +627,7 @@ def _decode_by_heads(
             strict=strict_in_scope(),
             sinks=sinks_N,
             softcap=softcap,
+            shared_pages=shared_pages,
         )
 
     if heads is None:

@@ -36,6 +36,7 @@ class GenerationSettings:
     prefill: RowSizes | None = None  # prompt rows computed at once; None: see `row_sizes`
     # Falling numbers of slots for the end of a batch; None: see `default_tails`.
     tail_slots: tuple[int, ...] | None = None
+    drafts: int = 0  # most draft tokens of a sequence in a step of a tail; 0: none
     tokens_a_page: int = 0  # 0 is the block size of the decode kernel
     record_routes: bool = False  # the experts of every token, for the trainer to take the same
     record_kept: bool = False  # the tokens that filters kept, for the trainer's log-probs

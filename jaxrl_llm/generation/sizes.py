@@ -7,7 +7,7 @@ import jax
 
 from jaxrl_llm.generation.packed_prompts import RowSizes, row_sizes
 from jaxrl_llm.generation.settings import GenerationSettings
-from jaxrl_llm.generation.tail import default_tails
+from jaxrl_llm.generation.tail import SHORTEST_RESPONSE, default_tails
 from jaxrl_llm.kernels.flash_attention import Implementation, chosen_attention
 from jaxrl_llm.kernels.hopper import on_gpu
 from jaxrl_llm.models.config import ModelConfig
@@ -15,6 +15,8 @@ from jaxrl_llm.models.config import ModelConfig
 # Automatic `num_slots` on a GPU: XLA computes matmuls with fewer rows as matrix-vector products,
 # and a step of one slot then takes 9 % longer than a step of eight (4 layers of 1.5B, H200).
 FEWEST_SLOTS = 8
+# Tails with more slots have no drafts: matmuls bound their steps, and few of their slots are free.
+MOST_DRAFT_SLOTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,21 @@ def tails_of(settings: GenerationSettings, num_samples: int) -> tuple[int, ...]:
     """Slots of each tail, falling."""
     if settings.tail_slots is not None:
         return settings.tail_slots
-    return default_tails(slots_of(settings, num_samples), settings.sampling.max_new_tokens)
+    slots, longest = slots_of(settings, num_samples), settings.sampling.max_new_tokens
+    tails = default_tails(slots, longest)
+    # Slots get free in a small batch too. Then drafts need a loop in which no sample begins.
+    alone = settings.drafts and settings.turns is None and longest >= SHORTEST_RESPONSE
+    return tails or ((slots,) if alone else ())
+
+
+def most_drafts(settings: GenerationSettings, config: ModelConfig, sizes: EngineSizes) -> int:
+    """Draft tokens of a sequence in a step of a tail at most; 0: no tail has drafts.
+
+    A recurrent state cannot be taken back, and a turn may end at any token.
+    """
+    if config.delta is not None or settings.turns is not None:
+        return 0
+    return settings.drafts if any(n <= MOST_DRAFT_SLOTS for n in sizes.tails) else 0
 
 
 def prefill_implementation(

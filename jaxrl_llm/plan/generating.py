@@ -197,7 +197,14 @@ def images_in(media: Mapping[str, jax.Array]) -> Images | None:
 def loop_counts(out: GenerationOutput) -> dict[str, Any]:
     """Metrics of the engine's loops."""
     slot_steps = out.slot_steps.sum()
-    return {
+    drafts = {}
+    if out.drafts_offered is not None and out.drafts_accepted is not None:
+        accepted, offered = out.drafts_accepted.sum(), out.drafts_offered.sum()
+        drafts = {
+            "rollout/draft_acceptance": accepted / jnp.maximum(offered, 1),
+            "rollout/draft_share": accepted / jnp.maximum(out.lengths.sum(), 1),
+        }
+    return drafts | {
         "rollout/decode_steps": out.steps.max(),
         "rollout/prefills": out.prefills.max(),
         "rollout/slot_use": out.live_slot_steps.sum() / slot_steps,

@@ -209,6 +209,7 @@ class OnlineStages:
             group=n,
             num_slots=config.rollout.num_slots,
             cache_tokens=config.rollout.cache_tokens,
+            drafts=config.rollout.drafts,
             pad_id=self.pad_id,
             quantization=config.rollout.quantization,
             record_routes=replays_routes(config, self.roles["actor"]),

@@ -55,8 +55,8 @@ def stored_in(mesh, **whole):
     return Layout(mesh, train_layout(mesh, KV_HEADS).rules.replace(**whole))
 
 
-def on_mesh(layout, stored, sampling):
-    settings = GenerationSettings(sampling=sampling, num_slots=3)
+def on_mesh(layout, stored, sampling, **how):
+    settings = GenerationSettings(sampling=sampling, num_slots=3, **how)
     run = functools.partial(generate_on_mesh, SPEC, settings=settings, layout=layout, stored=stored)
     return jax.jit(run)
 
@@ -227,6 +227,24 @@ def test_more_devices_than_kv_heads_share_heads_in_generation_only():
 @pytest.mark.slow
 def test_a_smaller_tensor_size_than_in_training():
     check({"pipeline": 2, "tensor": 4}, SAMPLED, tensor=2)
+
+
+@pytest.mark.nightly
+def test_drafts_on_two_replicas_with_tensor():
+    """The tokens of one device without drafts, in fewer steps."""
+    one = on_one_device(GREEDY)
+    mesh = make_mesh(data=2, tensor=4, cuts=cuts_for({"data": 2, "tensor": 4}, [], [KV_HEADS]))
+    layout, stored = layout_of(mesh), stored_in(mesh)
+    outputs = [
+        on_mesh(layout, stored, GREEDY, tail_slots=(3,), drafts=n)(*place(stored, *inputs()))
+        for n in (0, 3)
+    ]
+    for output in outputs:
+        np.testing.assert_array_equal(output.tokens, one.tokens)
+        np.testing.assert_allclose(output.logprobs, one.logprobs, atol=1e-5)
+    plain, drafted = outputs
+    assert drafted.drafts_accepted.sum() > 0
+    assert drafted.steps.sum() < plain.steps.sum()
 
 
 def test_heads_that_do_not_divide_kept_whole():

@@ -114,6 +114,18 @@ def test_slots_and_batch_change_no_bit(params, prompts, samples, chosen, how):
     equal_bits(logprobs, samples, chosen)
 
 
+@pytest.mark.nightly
+def test_drafts_change_no_bit(params, prompts):
+    """Nearly greedy samples, which repeat what their group has written."""
+    how = {"top_p": 0.05, "group": GROUP, "num_slots": 8, "tail_slots": (8,)}
+    plain, drafted = (
+        generated(params, prompts, STRICT, np.arange(N), drafts=n, **how) for n in (0, 3)
+    )
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    np.testing.assert_array_equal(drafted.logprobs, plain.logprobs)
+    assert drafted.drafts_accepted > 0
+
+
 def test_padded_rows_have_the_samplers_bits(params, prompts, samples):
     # Arguments of the program: XLA folds what it computes from constants in bits of its own.
     arrays = tuple(map(jnp.asarray, (*prompts, samples[0])))

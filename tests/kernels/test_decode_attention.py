@@ -397,6 +397,31 @@ def test_many_queries_a_head(G: int, shared: bool):
     assert_close(case.run(schedule=case.schedule(2) if shared else None), case.answer())
 
 
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+def test_tokens_of_one_sequence_see_those_before_them(implementation: str):
+    """Three slots have one list of pages, in which none of their new entries is yet."""
+    garbage = np.nan if implementation == "pallas" else 300.0
+    case = Case([0, 0, 0, 1], [70, 70, 70, 5], [63, 64, 65, 2], page=64, garbage=garbage)
+    for x in case.own:
+        x[:2] = x[2]
+    inputs = case.inputs()
+    pages_BT = inputs.page_table_BT.at[:2].set(inputs.page_table_BT[2])
+    own_OK2RH = inputs.own_OK2RH.at[pages_BT[2, 0], :, :, 62:].set(garbage)
+    how = {"schedule": case.schedule(2), "tuning": DecodeTuning()}
+    run = compiled if implementation == "xla" else operator.call
+    out, own = run(
+        prefix_decode_attention,
+        inputs._replace(page_table_BT=pages_BT, own_OK2RH=own_OK2RH),
+        shared_pages=True,
+        implementation=implementation,
+        **({} if implementation == "xla" else how | {"interpret": InterpretGPUParams()}),
+    )
+    assert_close(np.asarray(out, np.float32), case.answer())
+    for number, x in enumerate(case.own):
+        stored = np.asarray(own[pages_BT[2, 0], :, number], np.float64)
+        np.testing.assert_array_equal(stored, x[2, :, :64])
+
+
 def test_a_window_uses_no_schedule(monkeypatch: pytest.MonkeyPatch):
     given, kernel = [], decode_attention.decode_attention_mosaic
 

@@ -31,6 +31,7 @@ from jaxrl_llm.kernels.decode_attention.reference import (
     decode_attention_strict,
     decode_attention_xla,
     prefix_decode_attention_reference,
+    with_new_entries,
 )
 from jaxrl_llm.kernels.decode_attention.schedule import (
     DecodeSchedule,
@@ -78,6 +79,7 @@ def prefix_decode_attention(
     strict: Strict | None = None,
     sinks: Float[Array, " N"] | None = None,
     softcap: float | None = None,
+    shared_pages: bool = False,
 ) -> tuple[Float[Array, "B N H"], Float[Array, "O K 2 R H"]]:
     """softmax(q k^T / sqrt(H)) v of each slot's new token, and the pages with its key and value.
 
@@ -98,9 +100,12 @@ def prefix_decode_attention(
     With `strict`, a slot's output has the bits of the same token in `flash_attention.attention`.
     "pallas" then needs a schedule with prompt tiles, and one split of each slot and prompt.
 
-    Requires: no two slots share a reachable page. "pallas": P and R are multiples of the block,
-    and `schedule` was made from the same rows, lengths and capacities. "xla": all cache entries
-    are finite.
+    With `shared_pages`, slots may be consecutive tokens of one sequence: they have its pages, and
+    each sees the new entries of those before it.
+
+    Requires: no two slots share a reachable page, or `shared_pages`. "pallas": P and R are
+    multiples of the block, and `schedule` was made from the same rows, lengths and capacities.
+    "xla": all cache entries are finite.
     Guarantees: a slot with own length 0 writes nothing; a slot that sees no entries returns 0.
     Indices of unused pages and prompt rows are ignored and may be out of range. The result has the
     dtype of q. "pallas": entries past a length, NaN included, change no result. With the same
@@ -115,6 +120,9 @@ def prefix_decode_attention(
         if strict is not None:
             return decode_attention_strict(inputs, strict)
         return decode_attention_xla(inputs, window, sinks, softcap)
+    if shared_pages:
+        # The kernel reads them while it writes them again: the same values.
+        inputs = inputs._replace(own_OK2RH=with_new_entries(inputs))
     B, _, H = inputs.q_BNH.shape
     K = inputs.own_OK2RH.shape[1]
     tuning = tuning or default_tuning(H, inputs.own_OK2RH.dtype)

@@ -12,7 +12,9 @@ from jaxrl_llm.checkpoint.layout import ModelPath
 from jaxrl_llm.config import ConfigError, DType, ModelSettings
 from jaxrl_llm.data.formats import prompt_of
 from jaxrl_llm.distributed.device_memory import free_memory
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.evaluation.answer_settings import (
     AnswerKeys,
     AnswerSettings,
@@ -22,7 +24,7 @@ from jaxrl_llm.evaluation.answer_settings import (
 )
 from jaxrl_llm.evaluation.serving import serving_engine
 from jaxrl_llm.generation.completions import TextStream, completions_of
-from jaxrl_llm.generation.engine import generate
+from jaxrl_llm.generation.engine import generate, generate_on_mesh
 from jaxrl_llm.generation.memory import Replica, fitted
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.session import Engine, EngineSettings
@@ -64,13 +66,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
-    """A language model on the first device, with its tokenizer."""
+    """A language model on the first devices, with its tokenizer."""
 
     spec: ModelSpec
     params: Params
     tokenizer: Tokenizer
     name: str = "model"  # path that it was opened from
-    memory: float = 0.0  # bytes for slots and cache; 0: no limit is known
+    memory: float = 0.0  # bytes of a device for slots and cache; 0: no limit is known
+    layout: Layout | None = None  # where devices share the heads; None: one device
     programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # compiled, by their sizes
 
     def generate(
@@ -142,27 +145,41 @@ class OpenModel:
             self.params,
             self.tokenizer.stop_ids,
             memory=self.memory,
+            layout=self.layout,
             context=how.context,
             slots=how.slots,
         )
         return Server(engine, self.tokenizer, self.name, engine.settings.max_context, how)
 
 
-def open_model(model: ModelPath, *, dtype: DType = "float32", family: str = "") -> OpenModel:
-    """Load a language model to be computed in `dtype`. ValueError when it cannot be opened."""
+def open_model(
+    model: ModelPath, *, dtype: DType = "float32", family: str = "", tensor: int = 1
+) -> OpenModel:
+    """Load a language model to be computed in `dtype`, its heads split over `tensor` devices.
+
+    Raises: ValueError when it cannot be opened, or its heads cannot be split so.
+    """
     settings = ModelSettings(path=model.path, dtype=dtype, param_dtype=dtype, family=family)
     source = find_model(settings, context=1)  # `complete` knows the length
     tokenizer = find_tokenizer("", settings)
     check_vocabulary(tokenizer, source.config.vocab_size)
-    mesh = make_mesh(devices=jax.local_devices()[:1])
+    mesh = make_mesh(tensor=tensor, devices=jax.local_devices()[:tensor])
     role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
-    spec, params = _merged(role.spec, load_params(role, source, seed=0))
+    spec, params, layout = role.spec, load_params(role, source, seed=0), None
+    if tensor == 1:
+        spec, params = _merged(spec, params)
+    else:
+        layout = role.generation
+        params = jax.device_put(params, shardings(spec.axes, spec.params, mesh, layout.rules))
+    leaves = jax.tree.leaves(params)
+    held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
     return OpenModel(
         spec=spec,
         params=params,
         tokenizer=tokenizer,
         name=model.path,
-        memory=free_memory(sum(x.nbytes for x in jax.tree.leaves(params))),
+        memory=free_memory(held),
+        layout=layout,
     )
 
 
@@ -336,7 +353,9 @@ def _stream(model: OpenModel, prompt: Prompt, sampling: SamplingParams, seed: in
             # Settings are static, and programs few.
             sampling=replace(sampling, max_new_tokens=context),
             steps=STREAMED,
+            in_generation_form=True,
         ),
+        model.layout,
     )
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     limit = longest - len(prompt.token_ids)
@@ -382,7 +401,7 @@ def _arguments(model: OpenModel, batch: _Batch) -> tuple[_How, tuple[Any, ...]]:
     replica = Replica(
         config=model.spec.config,
         dtype=model.spec.dtype,
-        tensor=1,
+        tensor=1 if model.layout is None else model.layout.mesh.size,
         samples=rows * n,
         width=tokens.shape[1],
     )
@@ -411,7 +430,10 @@ def _program(model: OpenModel, how: _How) -> Callable[..., Any]:
             params: Params, prompts: Any, lengths: Any, samples: Any, seed: Any, limits: Any
         ) -> Any:
             arguments = (prompts, lengths, samples, seed, how.settings)
-            return generate(spec, params, *arguments, limits_N=limits)
+            if model.layout is None:
+                return generate(spec, params, *arguments, limits_N=limits)
+            layout = model.layout
+            return generate_on_mesh(spec, params, *arguments, limits_N=limits, layout=layout)
 
         model.programs[key] = jax.jit(run)
     return model.programs[key]

@@ -36,6 +36,7 @@ class AsyncModel:
             model.params,
             model.tokenizer.stop_ids,
             memory=model.memory,
+            layout=model.layout,
             context=context,
             slots=slots,
         )

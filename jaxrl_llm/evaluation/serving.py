@@ -1,8 +1,9 @@
-"""The engine that answers requests to an open model, in the memory that the device has free."""
+"""The engine that answers requests to an open model, in the memory that its devices have free."""
 
 import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.memory import prefill_bytes
 from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.learner.train_state import Params
@@ -23,12 +24,14 @@ def serving_engine(
     stop_ids: tuple[int, ...],
     *,
     memory: float,
+    layout: Layout | None = None,
     context: int = 0,
     slots: int = 0,
     steps: int = STEPS,
 ) -> Engine:
     """An engine for requests of any kind, in `memory` bytes next to the weights; 0: on a CPU.
 
+    `memory` is of each device. `layout` has the devices that share the heads; None: one device.
     Other numbers that are 0 are found. ConfigError for a context that the model or the memory does
     not have.
     """
@@ -38,6 +41,7 @@ def serving_engine(
     if context > positions:
         raise ConfigError(f"--context={context}: the model has {positions} positions")
     room = _room(config, jnp.dtype(spec.dtype).itemsize, slots, memory)
+    room *= 1 if layout is None else layout.size("kv_heads")
     wanted = context or positions
     if room < wanted and context:
         raise ConfigError(f"--context={context}: the cache has room for {room} tokens")
@@ -49,9 +53,10 @@ def serving_engine(
         stop_ids=stop_ids,
         steps=steps,
         prefill_tokens=PREFILL_TOKENS,
+        in_generation_form=True,
     )
     config = config.for_context(context)  # rope may depend on the longest row
-    return Engine(model_spec(config, dtype=spec.dtype, form=spec.form), params, settings)
+    return Engine(model_spec(config, dtype=spec.dtype, form=spec.form), params, settings, layout)
 
 
 def _room(config: ModelConfig, itemsize: int, slots: int, memory: float) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.checkpoint.layout import find_checkpoint
 from jaxrl_llm.config import ConfigError, load_config
@@ -32,6 +32,9 @@ from jaxrl_llm.launch.runtime import prepare as prepare_jax
 from jaxrl_llm.references import nearest, nearest_file
 from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from jaxrl_llm.evaluation.answering import OpenModel
 
 
 def train(argv: list[str]) -> int:
@@ -73,7 +76,7 @@ def generate(argv: list[str]) -> int:
         if flags.output.exists():
             raise ConfigError(f"--output={flags.output} exists; give a new file")
     settings = read_settings(AnswerSettings, _sampling(flags, "n", "batch_size"), "--")
-    model = library.open_model(flags.model, dtype=flags.dtype, family=flags.family)
+    model = _opened(flags)
     if flags.prompts is not None:
         from jaxrl_llm.launch.answer_file import answer_file
 
@@ -92,7 +95,7 @@ def chat(argv: list[str]) -> int:
     """Talk with a model."""
     flags = flags_of.CHAT.read(argv)
     settings = read_settings(StreamSettings, _sampling(flags), "--")
-    model = library.open_model(flags.model, dtype=flags.dtype, family=flags.family)
+    model = _opened(flags)
     if not model.tokenizer.has_chat_template:
         raise ConfigError(
             f"the model {flags.model} has no chat template; `jaxrl generate` answers plain prompts"
@@ -117,14 +120,17 @@ def serve(argv: list[str]) -> int:
     from jaxrl_llm.server.listening import open_socket
 
     open_socket(settings).close()  # before the model is opened
-    model = replace(
-        library.open_model(flags.model, dtype=flags.dtype, family=flags.family), name=flags.model
-    )
+    model = replace(_opened(flags), name=flags.model)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with model.serve(**vars(settings)) as server, suppress(KeyboardInterrupt):
         print(f"{flags.model} at {server.url}  (Ctrl-C ends it)", flush=True)
         server.wait()
     return 0
+
+
+def _opened(flags: argparse.Namespace) -> "OpenModel":
+    options = {name: getattr(flags, name) for name in ("dtype", "family", "tensor")}
+    return library.open_model(flags.model, **options)
 
 
 def _sampling(flags: argparse.Namespace, *others: str) -> dict[str, Any]:

@@ -32,6 +32,11 @@ def _add_family(parser: Parser) -> None:
     parser.flag("--family=FILE:NAME", "the model's family, if it is yours", default="")
 
 
+def _add_computation(parser: Parser) -> None:
+    parser.flag("--dtype=float32", "type of computation: float32 | bfloat16", choices=DTYPES[:2])
+    parser.flag("--tensor=1", "devices that share the model, by its heads")
+
+
 def _add_sampling(parser: Parser, *, temperature: float, max_new_tokens: int) -> None:
     parser.flag(f"--temperature={temperature}", "0 is greedy")
     parser.flag(f"--max_new_tokens={max_new_tokens}", "most tokens of an answer")
@@ -42,7 +47,7 @@ def _add_sampling(parser: Parser, *, temperature: float, max_new_tokens: int) ->
         "ends an answer, and stays in it; may be given several times",
         action="append",
     )
-    parser.flag("--dtype=float32", "type of computation: float32 | bfloat16", choices=DTYPES[:2])
+    _add_computation(parser)
     parser.flag("--seed=0", "the same seed and prompts give the same answers")
 
 
@@ -142,7 +147,7 @@ SERVE.flag(
     default="127.0.0.1",
 )
 SERVE.flag("--api_key=KEY", "key that requests must have; $JAXRL_API_KEY without it")
-SERVE.flag("--dtype=float32", "type of computation: float32 | bfloat16", choices=DTYPES[:2])
+_add_computation(SERVE)
 SERVE.flag("--slots=N", "answers generated at once; 256 on a GPU and 8 on a CPU without it")
 SERVE.flag("--context=N", "most tokens of a prompt and its answer; as many as fit without it")
 SERVE.flag("--seed=0", "seed of requests that give none")

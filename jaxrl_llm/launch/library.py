@@ -140,11 +140,14 @@ def _with_objects(
     return load_config(config, changes)
 
 
-def open_model(model: str | Path, *, dtype: DType = "float32", family: str = "") -> "OpenModel":
+def open_model(
+    model: str | Path, *, dtype: DType = "float32", family: str = "", tensor: int = 1
+) -> "OpenModel":
     """Open a trained model to generate with: `open_model("runs/ppo").generate(["1+2="])`.
 
     `model` is a Hugging Face folder, a checkpoint, or a run's folder (its newest checkpoint). The
-    model is on the first device and computes in `dtype`. `family` is a family of yours, by path.
+    model is on the first `tensor` devices, which share its heads, and computes in `dtype`. `family`
+    is a family of yours, by path.
 
     Raises: ConfigError if there is no model, ValueError if it cannot be opened.
     """
@@ -153,7 +156,7 @@ def open_model(model: str | Path, *, dtype: DType = "float32", family: str = "")
     with imports():
         from jaxrl_llm.evaluation.answering import open_model
 
-    return open_model(path, dtype=dtype, family=family)
+    return open_model(path, dtype=dtype, family=family, tensor=tensor)
 
 
 def evaluate(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import openai
 import pytest
 from chat_tokenizer import write_chat_tokenizer
@@ -161,6 +162,31 @@ def test_tasks_share_an_engine(model):
             assert (one.tokens, one.text) == (other.tokens, other.text)
             assert one.finished == other.finished
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_devices_that_share_the_heads_give_the_same_answers(folder, model):
+    """All ways: one program, a stream, an event loop and the server."""
+    split = rl.open_model(folder, tensor=2)
+    assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(split.params))
+    how = {"max_new_tokens": 12, "seed": 5}
+    texts = ["hi", "you there?"]
+    expected = [x.text for x in model.generate(texts, **how)]
+    assert [x.text for x in split.generate(texts, **how)] == expected
+    assert "".join(split.stream(texts[0], **how)) == expected[0]
+
+    async def both() -> list[str]:
+        async with rl.AsyncModel(split, slots=2, context=64) as answering:
+            found = await asyncio.gather(*(answering.generate(x, **how) for x in texts))
+        return [x.text for x in found]
+
+    # Samples are numbered from 0 in each request.
+    assert asyncio.run(both()) == [model.generate(x, **how)[0].text for x in texts]
+    with split.serve(port=0, slots=2) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none")
+        reply = client.chat.completions.create(
+            model=str(folder), messages=HELLO, max_tokens=12, seed=5
+        )
+        assert reply.choices[0].message.content == model.generate("hi", **how)[0].text
 
 
 def test_the_command(folder, model):

@@ -1,5 +1,6 @@
 """Samples that are left out: every estimator gives what it gives without them."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -67,11 +68,13 @@ def fields_of(num_samples: int) -> dict[str, np.ndarray]:
 
 def advantages(algorithm: Algorithm, fields: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     names = field_names(algorithm.advantage)
-    return jax.device_get(
-        jax.jit(lambda given: algorithm.advantage(*(given[name] for name in names)))(
-            {name: jnp.asarray(fields[name]) for name in names}
-        )
-    )
+    return jax.device_get(program_of(algorithm)({name: jnp.asarray(fields[name]) for name in names}))
+
+
+@cache
+def program_of(algorithm: Algorithm) -> Any:
+    names = field_names(algorithm.advantage)
+    return jax.jit(lambda given: algorithm.advantage(*(given[name] for name in names)))
 
 
 def seen(fields: dict[str, Any], left_out: np.ndarray, algorithm: Algorithm) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def fields_of(num_samples: int) -> dict[str, np.ndarray]:
 
 def advantages(algorithm: Algorithm, fields: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     names = field_names(algorithm.advantage)
-    return jax.device_get(program_of(algorithm)({name: jnp.asarray(fields[name]) for name in names}))
+    return jax.device_get(
+        program_of(algorithm)({name: jnp.asarray(fields[name]) for name in names})
+    )
 
 
 @cache

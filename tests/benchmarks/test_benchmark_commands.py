@@ -72,6 +72,7 @@ def test_a_wrong_row_of_attention_is_found(row, factor, message, monkeypatch):
     assert all(message in row.error for row in rows), rows
 
 
+@pytest.mark.nightly
 def test_a_gradient_that_rows_get_from_others_is_found(monkeypatch):
     def leaking(q, k, v, **settings):
         nothing = v[1:2] - jax.lax.stop_gradient(v[1:2])
@@ -84,6 +85,7 @@ def test_a_gradient_that_rows_get_from_others_is_found(monkeypatch):
     assert not forward.error and "dv without a cotangent" in both.error
 
 
+@pytest.mark.nightly
 def test_gradients_of_all_queries_must_be_finite(monkeypatch):
     """A kernel whose gradient by keys fails unless some query has no cotangent."""
 
@@ -132,6 +134,7 @@ def test_wrong_loss_is_found(monkeypatch):
     assert "gradient_error" in found.error
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -195,7 +198,7 @@ def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "cases"),
     [
-        (["generation", "--batch=2"], ["fixed_2", "rl_mix"]),
+        pytest.param(["generation", "--batch=2"], ["fixed_2", "rl_mix"], marks=pytest.mark.nightly),
         pytest.param(
             ["generation", "--workload=prefill"],
             ["prefill_3", "prefill_uneven_3"],

@@ -87,6 +87,7 @@ def program(family: str, sizes: tuple[tuple[str, int], ...], packed: bool, scan:
     return lambda fields: fetch(run(params, make_global(fields, batch_sharding(mesh))))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "sizes", "packed", "scan"),
     [

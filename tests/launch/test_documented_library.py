@@ -44,6 +44,7 @@ def cells_of_the_notebook() -> str:
     return "\n".join(cells) + "\nprint(answers[0].text, report['metrics'], folder)\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "program",
     [cells_of_the_notebook, pytest.param(program_of_the_page, marks=pytest.mark.slow)],

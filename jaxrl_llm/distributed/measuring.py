@@ -116,25 +116,6 @@ def all_reduce_bandwidth(groups: Groups) -> float:
     return 2 * (n - 1) / n * size.array_bytes / _seconds_of_step(groups, mean, size)
 
 
-def exchange_bandwidth(groups: Groups, pairs: Sequence[tuple[int, int]]) -> float:
-    """Bytes a second that each device of this process sends to one of another group.
-
-    `pairs` are numbers of groups, each at most once. Device k of a group sends to device k of the
-    other group and receives from it, at the same time. The result of a process whose group is in no
-    pair has no meaning.
-
-    Requires: every process that has one of the devices calls this at the same time.
-    """
-    n, size = len(groups[0]), sizes_for(groups[0][0])
-    both = [*pairs, *((second, first) for first, second in pairs)]
-    links = [(n * source + k, n * target + k) for source, target in both for k in range(n)]
-
-    def exchange(y: jax.Array) -> jax.Array:
-        return jax.lax.ppermute(y, ("group", "device"), links)
-
-    return size.array_bytes / _seconds_of_step(groups, exchange, size)
-
-
 def repetitions(size: Sizes, seconds: float) -> int:
     """Repetitions of a step of that duration in a program."""
     return min(size.loops, max(1, int(size.seconds / seconds)))

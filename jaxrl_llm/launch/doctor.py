@@ -31,9 +31,6 @@ FILE_BYTES = 2**27  # size of the file that tests a disk
 LEAST_FREE_BYTES = 10e9  # two checkpoints of a 0.1B model, with room for traces
 LEAST_MEMORY_BYTES = 8e9
 LINK_SHARE = 0.4  # fraction of the data sheet that a healthy link reaches
-# The same for short messages and for pairs of processes: two H100 with NVLink reach 0.38.
-SHORT_SHARE = 0.25
-MOST_PAIRED = 8  # processes; of more, each is measured with its neighbours only
 _TRANSPORT = (
     "set NCCL_DEBUG=INFO and look which transport NCCL takes: NET/IB or NVLS are fast, NET/Socket "
     "and SHM are slow"
@@ -65,7 +62,7 @@ def examine(folder: Path) -> dict[str, Any]:
 
     Requires: all processes of the job call this, and each can write to `folder`.
     """
-    measured = [*_findings_of_process(folder), *_links()]
+    measured = _findings_of_process(folder)
     findings = [asdict(finding) | {"slow": finding.slow} for finding in measured]
     answer = {"host": platform.node(), "versions": versions(), "findings": findings}
     gathered = gather_objects(answer, "doctor")
@@ -190,52 +187,6 @@ def _copies(device: Device) -> Iterator[Finding]:
     for what, rate, share in _COPIES:
         value, where = rate(device) / 1e9, f"device {device.id}"
         yield Finding(what, where, value, "GB/s", expected, _share(share, expected), remedy)
-
-
-def _links() -> Iterator[Finding]:
-    """Measure collectives between this process and each other one.
-
-    A pair of processes is measured by both, and reported by the one with the lower rank.
-    """
-    processes, rank = range(jax.process_count()), jax.process_index()
-    groups = [[d for d in jax.devices() if d.process_index == process] for process in processes]
-    if len(groups) == 1 or len({len(group) for group in groups}) != 1:
-        return  # no device of the other process for each one
-    hosts = gather_objects(platform.node(), "hosts of links")
-    for pairs in rounds(len(groups), ring=len(groups) > MOST_PAIRED):
-        value = measuring.exchange_bandwidth(groups, pairs) / 1e9
-        for first, second in pairs:
-            if first == rank:
-                same = hosts[first] == hosts[second]
-                kind = "link_bandwidth" if same else "network_bandwidth"
-                yield _link(f"between rank {first} and {second}", groups[rank][0], value, kind)
-
-
-def _link(where: str, device: Device, value: float, kind: str) -> Finding:
-    expected = _sheet(device, kind)
-    what, least = "collective bandwidth", _share(SHORT_SHARE, expected)
-    return Finding(what, where, value, "GB/s", expected, least, _TRANSPORT)
-
-
-def rounds(processes: int, *, ring: bool) -> list[list[tuple[int, int]]]:
-    """Pairs of processes to measure, in rounds. No process is twice in a round.
-
-    All pairs, or with `ring` pairs of neighbours. The lower number stands first.
-    """
-    if ring:
-        links = [(n, n + 1) for n in range(processes - 1)]
-        parts = [links[::2], links[1::2]]
-        if processes > 2:
-            closing = (0, processes - 1)
-            parts = [*parts, [closing]] if processes % 2 else [parts[0], [*parts[1], closing]]
-        return [pairs for pairs in parts if pairs]
-    # A tournament: number 0 stays, the others move on by one place after each round.
-    places, parts = list(range(processes + processes % 2)), []
-    for _ in places[1:]:
-        opposite = [sorted((places[n], places[-1 - n])) for n in range(len(places) // 2)]
-        parts.append([(first, second) for first, second in opposite if second < processes])
-        places = [places[0], places[-1], *places[1:-1]]
-    return parts
 
 
 def _findings_of_all(folder: Path, answers: list[Any]) -> list[dict[str, Any]]:

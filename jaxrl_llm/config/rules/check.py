@@ -153,7 +153,6 @@ def models(c: Config) -> Faults:
                 f"weights that learn are float32; config.{key}.dtype=bfloat16 computes in it, and "
                 f"config.{key}.{training}optimizer.moment_dtype=bfloat16 saves memory"
             )
-        yield from sizes.splits(c, key, model)
         if adapted and model.lora.enabled and not model.lora.targets:
             yield f"<{key}.lora.targets>: it is empty, so nothing would learn"
         if isinstance(model, CriticConfig):

@@ -1,9 +1,9 @@
-"""Rules of sizes: what the mesh, the batches and the models must divide."""
+"""Rules of sizes: what the mesh and the batches must divide.
 
-import json
+Sizes of a model that a mesh does not divide are refused where the model is placed.
+"""
+
 import math
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config.placement import ACTOR, ROLLOUT, devices_of_roles, mesh_of_role
@@ -174,63 +174,3 @@ def _passes(
             f"<mesh.pipeline_micro_batches>: must divide the {each} samples of a device and pass "
             f"of config.{key}"
         )
-
-
-# ------------------------------------------------------------------------- sizes of models
-
-_BY_HEADS = ("num_attention_heads", "intermediate_size", "vocab_size", "moe_intermediate_size")
-_STORED = ("hidden_size", "q_lora_rank", "kv_lora_rank")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def splits(c: Config, key: str, model: ModelSettings) -> Faults:
-    """The mesh must divide the model's sizes, as far as they are known without jax."""
-    mesh, sizes = mesh_of_role(c, role_at(c, key)), _sizes(model)
-    yield from _layers(mesh, key, sizes)
-    shards = mesh.pipeline * mesh.fsdp * mesh.expert * mesh.sequence
-    stored = "mesh.fsdp" if shards == mesh.fsdp else "mesh"
-    if mesh != c.mesh:
-        stored = f"placement.{role_at(c, key)}"
-    for name, parts, names in (
-        ("mesh.tensor", mesh.tensor, _BY_HEADS),
-        ("mesh.generation.tensor", mesh.generation.tensor, _BY_HEADS),
-        ("mesh.passes.tensor", mesh.passes.tensor, _BY_HEADS),
-        (f"{key}.tensor", model.tensor, _BY_HEADS),
-        (stored, shards, _STORED),
-        ("mesh.expert", mesh.expert, _EXPERTS),
-    ):
-        for size in names:
-            if sizes.get(size, 0) % (parts or 1):
-                what = "pipeline × fsdp × expert × sequence = " if name == "mesh" else ""
-                yield (
-                    f"<{name}>: {what}{parts} does not divide {size}={sizes[size]} of the model "
-                    f"config.{key}"
-                )
-
-
-def _layers(mesh: MeshConfig, key: str, sizes: Mapping[str, int]) -> Faults:
-    """The stages of a pipeline must share a model's layers evenly, but for leading dense ones."""
-    leading = sizes.get("first_k_dense_replace", 0)
-    layers = sizes.get("num_hidden_layers", 0) - leading
-    groups = mesh.pipeline * mesh.pipeline_rounds
-    counted = "num_hidden_layers - first_k_dense_replace" if leading else "num_hidden_layers"
-    if mesh.pipeline > 1 and layers > 0 and layers % groups:
-        yield (
-            f"<mesh.pipeline>: with pipeline_rounds={mesh.pipeline_rounds}, {groups} groups do not "
-            f"divide {counted}={layers} of the model config.{key}"
-        )
-
-
-def _sizes(model: ModelSettings) -> dict[str, int]:
-    """The sizes of a model that is built, or that a Hugging Face folder holds."""
-    hf: Any = model.hf_config
-    if model.path:
-        file = Path(model.path) / "config.json"
-        if not file.is_file() or (file.parent / "checkpoints").is_dir():
-            return {}  # a checkpoint or a run of ours, or a model of a hub
-        try:
-            hf = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):  # the description of the model says so
-            return {}
-    sizes = hf.items() if isinstance(hf, dict) else ()
-    return {name: size for name, size in sizes if isinstance(size, int) and size > 0}

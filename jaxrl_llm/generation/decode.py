@@ -15,6 +15,7 @@ from jaxrl_llm.generation.drafts import (
     StepRows,
     Taken,
     draft_rows,
+    recorded,
     take_drafted,
 )
 from jaxrl_llm.generation.in_graph import (
@@ -152,7 +153,7 @@ def decode(
             kept_BK = jnp.where(given_B[:, None] >= 0, -1, kept_BK)
         kept_NRK = kept_NRK.at[at].set(kept_BK, mode="drop", unique_indices=True)
     if drafted is not None and drafts is not None:
-        drafts = drafts.add(live_S, live_B, taken.taken_B)
+        drafts = recorded(drafts, state.steps, live_S, live_B, taken.taken_B)
     return state._replace(
         routes=routes,
         kept_NRK=kept_NRK,

@@ -36,7 +36,7 @@ from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import ShardingRules, shardings
 from jaxrl_llm.generation.decode import decode
-from jaxrl_llm.generation.drafts import Drafting
+from jaxrl_llm.generation.drafts import Drafting, draft_loop
 from jaxrl_llm.generation.in_graph import TurnRecord, begin_turns, record_of
 from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, in_place_of, page_entries
 from jaxrl_llm.generation.pages import page_sizes
@@ -533,14 +533,21 @@ def _run_tail(engine: _Engine, state: State, number: int) -> State:
     """Decode steps in the slots of a tail, until the next tail can hold the live ones."""
     num_slots, fewer = (*engine.sizes.tails, 0)[number : number + 2]
     few = compact(state, num_slots)
-    drafting = engine.drafting if num_slots <= MOST_DRAFT_SLOTS else None
+
+    def go_on(state: State, drafts_pay: jax.Array) -> jax.Array:
+        # Free slots are worth more than a shorter step where drafts are accepted.
+        return _more_live(jnp.where(drafts_pay, fewer // 2, fewer), state)
+
     with jax.named_scope(TAIL_STEPS):
-        step = partial(engine.decode_tail, drafting=drafting)
-        few = lax.while_loop(partial(_more_live, fewer), step, few)
+        if engine.drafting is None or num_slots > MOST_DRAFT_SLOTS:
+            few = lax.while_loop(partial(_more_live, fewer), engine.decode_tail, few)
+        else:
+            drafted = partial(engine.decode_tail, drafting=engine.drafting)
+            few = draft_loop(go_on, drafted, engine.decode_tail, few)
     return few._replace(cache=in_place_of(state.cache, few.cache))
 
 
-def _more_live(number: int, state: State) -> jax.Array:
+def _more_live(number: int | jax.Array, state: State) -> jax.Array:
     return state.slots.num_live > number
 
 

@@ -75,16 +75,13 @@ def no_kept(rows: int, tokens: int, most: int) -> jax.Array:
     return jnp.full((rows, tokens, most), -1, jnp.int32)
 
 
-class DraftCounts(NamedTuple):
-    """Draft tokens of all steps."""
+class DraftRecord(NamedTuple):
+    """Draft tokens of all steps, and whether they save steps now."""
 
     offered: jax.Array
     accepted: jax.Array
-
-    def add(self, live_S: jax.Array, live_B: jax.Array, taken_B: jax.Array) -> "DraftCounts":
-        """The counts after a step of live slots S, live rows B, and rows whose token was taken."""
-        slots, rows, taken = (jnp.sum(x, dtype=jnp.int32) for x in (live_S, live_B, taken_B))
-        return DraftCounts(self.offered + rows - slots, self.accepted + taken - slots)
+    failures: jax.Array  # steps with drafts since one in which enough were accepted
+    resume: jax.Array  # number of the next step with drafts
 
 
 class State(NamedTuple):
@@ -107,7 +104,7 @@ class State(NamedTuple):
     routes: Routes | None = None
     kept_NRK: jax.Array | None = None  # ids of the tokens that filters kept; None: not recorded
     turns: TurnState | None = None  # turns with an environment in the program; None: without
-    drafts: DraftCounts | None = None  # None: no tail has drafts
+    drafts: DraftRecord | None = None  # None: no tail has drafts
 
 
 def empty_state(
@@ -168,7 +165,7 @@ def empty_state(
         routes=routes,
         kept_NRK=kept_NRK,
         turns=turns,
-        drafts=DraftCounts(zero, zero) if drafts else None,
+        drafts=DraftRecord(zero, zero, zero, zero) if drafts else None,
     )
 
 

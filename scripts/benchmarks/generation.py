@@ -102,8 +102,10 @@ class Generation(Case):
         config: Config,
         layout: Layout,
         weights: Weights,
+        drafts: int = 0,
     ) -> None:
-        self.shape, self.name = shape, work.name
+        self.shape, self.name = shape, f"{work.name}_drafts_{drafts}" if drafts else work.name
+        self.drafts = drafts
         self.work, self.config, self.weights = work, config, weights
         self.layout, self.mesh = layout, layout.mesh
         self.spec = weights.spec
@@ -205,6 +207,7 @@ class Generation(Case):
         else:
             output = first(*arguments)
         self.steps, self.prefills = output.steps, output.prefills
+        self.offered, self.accepted = output.drafts_offered, output.drafts_accepted
         return output
 
     def figures(self, seconds: float) -> dict[str, float]:
@@ -219,6 +222,9 @@ class Generation(Case):
             "slots": slots_of(self.settings, self.work.rows // self.layout.num_replicas),
             "cache tokens": self.settings.cache_tokens,
         }
+        if self.offered is not None and self.accepted is not None:
+            figures["draft tokens"] = int(np.sum(np.asarray(self.offered)))
+            figures["accepted"] = int(np.sum(np.asarray(self.accepted)))
         limits = limits_of(jax.devices()[0].device_kind)
         return figures if limits is None else figures | self._of_roofline(seconds, limits)
 
@@ -282,6 +288,7 @@ class Generation(Case):
             group=work.samples,
             num_slots=rollout.num_slots,
             cache_tokens=rollout.cache_tokens,
+            drafts=self.drafts,
             quantization=rollout.quantization,
             attention=self.config.actor.attention,
         )
@@ -339,8 +346,11 @@ def generation_cases(options: Options) -> Sequence[Case]:
             dtype=config.rollout.dtype or config.actor.dtype,
             form="separate" if layout.size("mlp") > 1 else "merged",
         )
-        weights = Weights(spec, config, layout, len(work))
-        for one in work:
+        # With `rollout.drafts`, each workload is also measured without.
+        drafts = tuple({0, config.rollout.drafts})
+        runs = [(one, n) for one in work for n in drafts if not (n and one.prefill)]
+        weights = Weights(spec, config, layout, len(runs))
+        for one, number in runs:
             kind = Prefill if one.prefill else Generation
-            cases.append(kind(shape, one, config, layout, weights))
+            cases.append(kind(shape, one, config, layout, weights, number))
     return cases

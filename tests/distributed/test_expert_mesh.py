@@ -122,7 +122,7 @@ def test_biases_are_split_with_their_experts():
     )
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["apart", "merged"])
+@pytest.mark.parametrize("merged", further([False, True]), ids=["apart", "merged"])
 def test_adapters_of_split_experts_equal_those_of_one_device(merged):
     """Devices along `tensor` share the matrices of an adapter that have no inner dim."""
     x, weights, kernels, chosen = operands("balanced")

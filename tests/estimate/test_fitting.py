@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import further
 from tiny import EXPERTS, HYBRID, MODEL
 from tiny_iteration import first_states, open_iteration, prompts, tiny_config
 from tiny_program import EXACT, program_config
@@ -186,7 +187,7 @@ def work_in(name: str) -> Work:
     return work_of(CASES[name])
 
 
-@pytest.mark.parametrize("hardware", ["h200", "h100", "l40s"])
+@pytest.mark.parametrize("hardware", further(["h200", "h100", "l40s"]))
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_refused_that_fits_with_some_setting(name, hardware):
     work = work_in(name)

@@ -208,9 +208,9 @@ def test_a_limit_ends_its_own_response_only():
         "qwen2",
         "qwen3",
         pytest.param("mistral", marks=pytest.mark.slow),  # gpt_oss has windows too
-        "experts",
+        pytest.param("experts", marks=pytest.mark.nightly),  # so has gpt_oss
         "gpt_oss",
-        "64 heads a KV head",
+        pytest.param("64 heads a KV head", marks=pytest.mark.nightly),
     ],
 )
 def test_greedy_equals_a_naive_loop(family):

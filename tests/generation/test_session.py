@@ -48,7 +48,7 @@ def answer(engine, *, shared=False, order=range(7)):
     return [sequences[i] for i in range(7)]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
+@pytest.mark.parametrize("family", further(["qwen2", "gpt_oss"]))
 @pytest.mark.parametrize(
     ("settings", "shared"),
     [

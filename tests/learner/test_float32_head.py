@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from further import further
 from tiny import model_config
 from tiny_iteration import (
     PROMPTS,
@@ -68,7 +69,7 @@ def samples_of(spec, params):
     return prompts, lengths, *(np.asarray(x) for x in (found.tokens, found.mask, found.logprobs))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", further([True, False]))
 def test_sampler_and_trainer_take_the_stored_head(tied):
     """Both have the log-probs of hidden states in bfloat16 and the head's own float32 weights."""
     spec = spec_of(tied, True)

@@ -15,7 +15,7 @@ from jaxrl_llm.models.families import config_from_hf
 from jaxrl_llm.models.vision import frozen_parameters
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("name", further(["muon", "adamw", "sgd"]))
 @pytest.mark.parametrize("train", further(["projector", "none", "all"]))
 def test_what_is_frozen_stays(train, name):
     config = config_from_hf(MODEL, images=True)

@@ -82,7 +82,9 @@ SEEN = jax.jit(lambda rows, window: rows.visibility(window).dense(), static_argn
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize(("row_tokens", "group"), [(12, 1), (12, 4), (17, 4), (40, 4), (200, 4)])
+@pytest.mark.parametrize(
+    ("row_tokens", "group"), further([(12, 1), (17, 4), (40, 4), (12, 4), (200, 4)], first=3)
+)
 def test_every_response_token_sees_its_own_sequence(row_tokens, group, replicas, window):
     """From the rows alone: each response token once, and before it just its own prompt and past."""
     fields = batch()
@@ -282,7 +284,7 @@ def test_passes_equal_the_padded_ones(name, layout):
         assert jnp.abs(found[key]).max() > 0.1
 
 
-@pytest.mark.parametrize("layout", [Padded(), LAYOUTS["shared"]])
+@pytest.mark.parametrize("layout", further([LAYOUTS["shared"], Padded()]))
 def test_tokens_between_sampled_ones_are_context(layout):
     """Each response is scored as the row of its tokens, and learns from the sampled ones alone."""
     fields = clean({k: jnp.asarray(x) for k, x in batch().items()})

@@ -609,6 +609,7 @@ def test_a_kl_horizon_that_is_too_short_is_refused_by_the_plan():
         open_iteration(tiny_config(model_reward=False, algorithm=adaptive | settings)).trace()
 
 
+@pytest.mark.nightly
 def test_grpo_has_no_critic_and_learns_on_packed_rows():
     config = packed(tiny_config(model_reward=False), 33)
     # A critic's, for which nothing waits here.

@@ -126,7 +126,8 @@ def test_a_hybrid_model_with_new_adapters_is_its_base():
     assert layer["decay"]["adapter"]["magnitude"].shape == (4,)
 
 
-@pytest.mark.parametrize("merge", further([False, True]), ids=["apart", "merged"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
 def test_gradients_of_the_rule_follow_from_those_of_its_weights(merge):
     """d A = s d W B^T and d B = s A^T d W, added up over the parts of a tensor for their A."""
     spec = model_spec(HYBRID_EXPERTS, lora=lora_of(HYBRID_EXPERTS, (r".*linear_attn\..*",)))
@@ -212,6 +213,7 @@ def test_small_changes_are_not_lost_in_bfloat16():
     np.testing.assert_array_equal(found, run(module))
 
 
+@pytest.mark.nightly
 def test_updates_compute_the_tables_that_generation_has():
     """In bf16 a sum of base and adapter is rounded; both sides read the one of `merged`."""
     config = one_layer(tie_word_embeddings=False, vocab_size=32)

@@ -351,6 +351,7 @@ def test_functions_that_would_fail_in_a_step_are_refused_before_it(tmp_path, nam
         run_step(iteration, first_states(iteration), 1)
 
 
+@pytest.mark.nightly
 def test_a_loss_of_the_kl_alone_learns(tmp_path):
     (tmp_path / "own.py").write_text(CLASHES)
     algorithm = Custom(path=f"{tmp_path}/own.py:fixed", settings={"kl": True})

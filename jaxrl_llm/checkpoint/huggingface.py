@@ -143,8 +143,7 @@ def import_params(
     directory = Path(directory)
     in_files = stored_tensors(directory)
     stored = with_unpacked(in_files)
-    names = _names_in(directory, spec, stored)
-    wanted = _checked_parts(directory, spec, stored)
+    names, wanted = _checked_names(directory, spec, stored)
     if spec.config.tie_word_embeddings and spec.kind == "causal_lm":
         table = names[("decoder", "embed", "table")].parts[0].name
         head = next((stored[name] for name in stored if name.endswith(HEAD)), None)
@@ -252,7 +251,7 @@ class _Placing:
 def check_weights(directory: str | Path, spec: ModelSpec) -> None:
     """Raises what `import_params` raises before it reads a weight. Reads headers only."""
     directory = Path(directory)
-    _checked_parts(directory, spec, with_unpacked(stored_tensors(directory)))
+    _checked_names(directory, spec, with_unpacked(stored_tensors(directory)))
 
 
 def export(
@@ -349,16 +348,19 @@ def default_model_card(
     return "\n".join(lines) + "\n"
 
 
-def _checked_parts(
+def _checked_names(
     directory: Path, spec: ModelSpec, stored: Mapping[str, StoredTensor]
-) -> dict[str, list[StoredPart]]:
-    """The parameters that each tensor of the directory holds. ValueError as `import_params`."""
+) -> tuple[Names, dict[str, list[StoredPart]]]:
+    """The tensor of each parameter, and the parameters that each tensor holds.
+
+    ValueError as `import_params`.
+    """
     names = _names_in(directory, spec, stored)
     new_head = _check_kind(directory, spec)
     wanted = stored_parts({p: t for p, t in names.items() if not (new_head and p[0] == "score")})
     shapes = {name: parts[0].tensor.whole_shape for name, parts in wanted.items()}
     _check_tensors(directory, spec, stored, shapes)
-    return wanted
+    return names, wanted
 
 
 def _check_kind(directory: Path, spec: ModelSpec) -> bool:

@@ -62,6 +62,11 @@ class ModelSource:
     params: Any = None  # weights of a Python program, in place of the folder's
     image_model: str = ""  # the image model whose language half it is: a folder, or a name on a hub
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder whose Hugging Face weights are read; None for weights from elsewhere."""
+        return None if self.checkpoint or self.params is not None else self.directory
+
 
 def find_model(
     settings: ModelSettings,

@@ -43,47 +43,26 @@ def load_params(role: Role, source: ModelSource, seed: int) -> Params:
 
     Raises: ValueError when weights are NaN, infinite or beyond use; it names the parameter.
     """
+    spec, places = role.spec, role.param_shardings
     if source.params is not None:
-        params = placed_params(source.params, role.spec, role.param_shardings)
-        check_loaded(params, "config.actor.params")
-        return params
-    if source.directory is None:
-        return init_sharded(role.spec, jax.random.key(seed), role.param_shardings)
-    if source.checkpoint is None:
-        params = import_params(source.directory, role.spec, role.param_shardings)
+        params, where = placed_params(source.params, spec, places), "config.actor.params"
+    elif source.checkpoint is not None:
+        params, where = _from_checkpoint(role, source.checkpoint), source.checkpoint
+    elif source.directory is not None:
+        params, where = import_params(source.directory, spec, places), source.directory
     else:
-        stored = model_to_begin_from(source.checkpoint, role.spec.kind)
-        params = _begun_from(stored, _with_spec(role, dense_spec(role.spec)))
-        params = _frozen(role.spec.params, params, role.param_shardings)
-    check_loaded(params, source.checkpoint or source.directory)
+        return init_sharded(spec, jax.random.key(seed), places)
+    check_loaded(params, where)
     return params
 
 
 def check_stored(role: Role, source: ModelSource | None, config: Config) -> None:
     """ValueError where the files of a role have other weights or adapters. Reads headers only."""
-    in_folder = source is not None and source.checkpoint is None and source.params is None
-    if source is not None and source.directory is not None and in_folder:
-        check_weights(source.directory, role.spec)
+    if source is not None and source.folder is not None:
+        check_weights(source.folder, role.spec)
     settings = config.critic if role.name == "critic" else config.actor
     if role.base and settings.lora.path:
         check_adapter(settings.lora.path, role.spec)
-
-
-def _with_spec(role: Role, spec: ModelSpec) -> Role:
-    """The role with its model in another form, where `role` is."""
-    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
-    return replace(role, spec=spec, param_shardings=places)
-
-
-def _frozen(abstract: Params, params: Params, places: Params) -> Params:
-    """Parameters with projections in float8 where `abstract` has them so; takes them in turn."""
-    if is_frozen(abstract):
-        at = (inputs_of(abstract), places[KERNEL], places[SCALE])
-        kernel = freeze(params.pop(KERNEL), *at)
-        return params | {KERNEL: kernel.values, SCALE: kernel.scale}
-    if not isinstance(params, dict):
-        return params
-    return {name: _frozen(abstract[name], x, places[name]) for name, x in params.items()}
 
 
 def first_adapters(role: Role, base: Params, settings: AdaptedSettings, seed: int) -> Params:
@@ -144,24 +123,39 @@ def _check_embeddings(role: Role, base: Params, settings: AdaptedSettings) -> No
             )
 
 
-def _begun_from(stored: StoredModel, role: Role) -> Params:
+# ------------------------------------------------------------------------- checkpoints
+
+
+def _from_checkpoint(role: Role, checkpoint: Path) -> Params:
     """A model of a checkpoint. A scalar model may begin with an actor and a head of zeros."""
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        role.spec.params,
-        role.param_shardings,
-    )
-    if not (role.spec.kind == "scalar" and stored.role == "actor"):
-        return restored(stored, role, abstract)
-    make = jax.jit(
-        partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), abstract["score"]),
-        out_shardings=role.param_shardings["score"],
-    )
-    zeros = call(make, (), role.mesh)
-    return restored(stored, role, {"decoder": abstract["decoder"]}) | {"score": zeros}
+    stored = model_to_begin_from(checkpoint, role.spec.kind)
+    dense = _keeping(role, dense_spec(role.spec))
+    abstract, head = dense.abstract(), {}
+    if role.spec.kind == "scalar" and stored.role == "actor":
+        abstract, score = {"decoder": abstract["decoder"]}, abstract["score"]
+        zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), score)
+        make = jax.jit(zeros, out_shardings=dense.param_shardings["score"])
+        head = {"score": call(make, (), role.mesh)}
+    params = restored(stored, dense, abstract) | head
+    return _frozen(role.spec.params, params, role.param_shardings)
 
 
-# ------------------------------------------------------------------------- adapters
+def _keeping(role: Role, spec: ModelSpec, *, name: str = "", base: str = "") -> Role:
+    """A role that never learns and keeps `spec`, on the devices of `role`."""
+    places = shardings(spec.axes, spec.params, role.mesh, role.layout.rules)
+    name = name or role.name
+    return replace(role, name=name, spec=spec, param_shardings=places, optimizer=None, base=base)
+
+
+def _frozen(abstract: Params, params: Params, places: Params) -> Params:
+    """Parameters with projections in float8 where `abstract` has them so; takes them in turn."""
+    if is_frozen(abstract):
+        at = (inputs_of(abstract), places[KERNEL], places[SCALE])
+        kernel = freeze(params.pop(KERNEL), *at)
+        return params | {KERNEL: kernel.values, SCALE: kernel.scale}
+    if not isinstance(params, dict):
+        return params
+    return {name: _frozen(abstract[name], x, places[name]) for name, x in params.items()}
 
 
 def restored(stored: StoredModel, role: Role, abstract: Params) -> Params:
@@ -186,13 +180,12 @@ def restored(stored: StoredModel, role: Role, abstract: Params) -> Params:
 
 def adapted_role(stored: StoredModel, role: Role) -> Role:
     """A role that keeps stored adapters, where `role` is."""
-    return replace(_with_spec(role, stored.spec(role.spec.config)), optimizer=None, base=BASE)
+    return _keeping(role, stored.spec(role.spec.config), base=BASE)
 
 
 def _read_stored_base(base: StoredModel, role: Role) -> Params:
     """The frozen weights below stored adapters, where `role` is."""
-    kept = _with_spec(role, base.spec(role.spec.config))
-    kept = replace(kept, name=base.role, optimizer=None, base="")
+    kept = _keeping(role, base.spec(role.spec.config), name=base.role)
     if base.source is None:
         return base.restore(kept.abstract())
     return read_base(kept, base.source)

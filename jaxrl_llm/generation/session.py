@@ -17,12 +17,12 @@ Shape letters: see calls.py.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,13 @@ FEWEST_EXTENDED = 16
 FEW_SLOTS, SLOT_STEP = (FEWEST_SLOTS, 32, 64, 160, 256, 384), 256
 FREE = (0,) * (len(Turns._fields) - 2)  # numbers of a slot without a sequence
 EXTENDED = 2048  # most ids of one row of `extend`
+# Ids that a GPU computes at once in about the time of one. Rows of `extend`, and pages that it
+# reads, come in steps of COARSE. Each pair of sizes compiles a program, so they are few.
+COMPUTED, COARSE = 512, 4
 FLOAT32_PAGE = 32  # entries of a page where no kernel reads it
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,10 +369,8 @@ class Engine:
         for shared in todo:
             shared.row = -2 - shared.row
         for width, group in _by_width([(len(s.tokens), s) for s in todo]).items():
-            rows = self._rows_at_once(width)
-            for first in range(0, len(group), rows):
-                part = group[first : first + rows]
-                given = self._given(len(part), width, pages=1)
+            for rows, part in self._parts(group, width):
+                given = _given(rows, width, pages=1)
                 for i, shared in enumerate(part):
                     given.tokens_AL[i, : len(shared.tokens)] = shared.tokens
                     given.length_A[i], given.prompt_row_A[i] = len(shared.tokens), shared.row
@@ -387,12 +391,12 @@ class Engine:
                 number = self._extended(sequence)
                 end = sequence.computed + number
                 sees = sequence.computed > 0 or sequence.base > 0
-                pages = _power(-(-end // self._pool.entries), self._pages_each) if sees else 1
+                pages = -(-end // self._pool.entries) if sees else 1
+                pages = _coarse(pages, 1, self._pages_each)
                 groups.setdefault((self._width(number), sees, pages), []).append(sequence)
             for (width, sees, pages), group in sorted(groups.items(), key=lambda x: x[0]):
-                rows = self._rows_at_once(width)
-                for first in range(0, len(group), rows):
-                    self._extend_some(group[first : first + rows], width, sees, pages)
+                for rows, part in self._parts(group, width):
+                    self._extend_some(part, rows, width, sees, pages)
 
     def _fewest_extended(self, sequence: Sequence) -> int:
         """Given ids that decode steps take. With fixed shapes they take none of a prompt.
@@ -402,11 +406,13 @@ class Engine:
         of_prompt = sequence.computed < sequence.num_prompt - 1 - sequence.base
         return 0 if self._fixed and of_prompt else FEWEST_EXTENDED
 
-    def _extend_some(self, part: list[Sequence], width: int, sees: bool, pages: int) -> None:
+    def _extend_some(
+        self, part: list[Sequence], rows: int, width: int, sees: bool, pages: int
+    ) -> None:
         numbers = [self._extended(s) for s in part]
         if not sees:  # the pages are written all the same
             pages = _power(-(-width // self._pool.entries), self._pages_each)
-        given = self._given(len(part), width, pages)
+        given = _given(rows, width, pages)
         for i, (sequence, number) in enumerate(zip(part, numbers, strict=True)):
             start, own = sequence.computed, sequence.own
             given.tokens_AL[i, :number] = own[start : start + number]
@@ -439,16 +445,19 @@ class Engine:
     def _width(self, number: int) -> int:
         return self._pool.entries if self._fixed else max(_power(number), FEWEST_EXTENDED)
 
-    def _rows_at_once(self, width: int) -> int:
-        """Rows of a call of `extend`."""
-        return 1 if self._fixed else max(1, self.settings.prefill_tokens // width)
+    def _parts(self, group: list[T], width: int) -> Iterator[tuple[int, list[T]]]:
+        """The rows of each call of `extend`, and what it computes. At most half of a call is empty.
 
-    def _given(self, number: int, width: int, pages: int) -> Given:
-        """Empty rows for a call. Their number is a power of two, so that programs are few."""
-        rows = _power(number, self._rows_at_once(width))
-        zeros = partial(np.zeros, dtype=np.int32)
-        numbers = [zeros(rows) for _ in Given._fields[1:-1]]
-        return Given._make([zeros((rows, width)), *numbers, zeros((rows, pages))])
+        The smallest call is an exception.
+        """
+        most = 1 if self._fixed else max(1, self.settings.prefill_tokens // width)
+        least = COMPUTED // width if on_gpu() else 1
+        while group:
+            rows = _coarse(len(group), least, most)
+            if rows > least and 2 * len(group) < rows:
+                rows //= COARSE
+            yield rows, group[:rows]
+            group = group[rows:]
 
     def _extend(self, given: Given, *, into_row: bool, sees_cache: bool) -> np.ndarray | None:
         self._cache, routes = _extend(
@@ -618,6 +627,21 @@ def _power(number: int, most: int = 0) -> int:
     """The next power of two, at most `most`."""
     power = 1 << max(number - 1, 0).bit_length()
     return min(power, most) if most else power
+
+
+def _given(rows: int, width: int, pages: int) -> Given:
+    """Empty rows for a call."""
+    zeros = partial(np.zeros, dtype=np.int32)
+    numbers = [zeros(rows) for _ in Given._fields[1:-1]]
+    return Given._make([zeros((rows, width)), *numbers, zeros((rows, pages))])
+
+
+def _coarse(number: int, least: int, most: int) -> int:
+    """The first size from `least` on, in steps of COARSE, that `number` fits; at most `most`."""
+    size = max(least, 1)
+    while size < number:
+        size *= COARSE
+    return min(size, most)
 
 
 def _by_width(items: Iterable[tuple[int, Any]]) -> dict[int, list[Any]]:

@@ -25,7 +25,7 @@ from jaxrl_llm.models.base import model_spec
 
 CONTEXT, TURN = 4000, 100  # ids of a waiting sequence, and of the turn that is appended
 TINY = (30, 4)  # the same for the shape `tiny`
-TURNS, SAMPLED, OBSERVED = 4, 128, 32  # turns of a sample, and ids of a turn and an observation
+TURNS, SAMPLED, OBSERVED = 4, 128, 16  # turns of a sample, and ids of a turn and an observation
 LATENCIES = (None, 0, 1, 10)  # seconds of the tool; None: no tool, and one turn as long as all
 
 
@@ -298,8 +298,8 @@ class Turns(SessionCase):
         self.most = TURNS * (SAMPLED + OBSERVED)
         longest = max(x or 0 for x in LATENCIES)
         self.in_flight = int(1.2 * slots * (1 + (TURNS - 1) / TURNS * longest / self.TURN_S))
-        waiting = self.in_flight - slots  # they have half of their tokens
-        self.cache_tokens = slots * self.most + waiting * self.most // 2
+        waiting = self.in_flight - slots  # they have three quarters of their tokens at most
+        self.cache_tokens = slots * self.most + waiting * self.most * 3 // 4
         self.window = 0.5 if self.shape == "tiny" else self.WINDOW
 
     def checked_rows(self) -> tuple[int, int]:
@@ -348,8 +348,8 @@ class Turns(SessionCase):
             engine.append(sequence, self.ids(OBSERVED), limit=SAMPLED)
         counts = engine.counts()
         self.most_waiting = max(self.most_waiting, counts["waiting"])
-        room = engine.num_free_tokens // (SAMPLED + OBSERVED) - self.slots // 2
-        for _ in range(min(self.slots - counts["queued"] - counts["running"], room)):
+        free = self.slots - counts["queued"] - counts["running"]
+        for _ in range(min(free, self.in_flight - len(self.turns))):
             self._begin()
         if not engine.has_work:
             time.sleep(0.001)

@@ -69,6 +69,36 @@ def test_a_turn_has_the_tokens_of_the_batch_loop(family, settings, shared):
         assert sequence.stop_reason == ("stop" if whole.finished[i] else "length")
 
 
+def test_calls_of_any_size_have_few_shapes(monkeypatch):
+    """Each shape is a program that the first caller waits for."""
+    seen, extend = set(), session._extend
+
+    def recorded(*arguments, **options):
+        given = arguments[3]
+        seen.add((given.tokens_AL.shape, given.pages_AT.shape, *options.values()))
+        return extend(*arguments, **options)
+
+    monkeypatch.setattr(session, "_extend", recorded)
+    monkeypatch.setattr(session, "on_gpu", lambda: True)
+    monkeypatch.setattr(session, "FEWEST_EXTENDED", 2)
+    monkeypatch.setattr(session, "COMPUTED", 8)
+    engine = engine_of(num_slots=32, max_context=64, cache_tokens=2048, fixed_shapes=False)
+    waiting, added = [], 0
+    for number in (1, 2, 3, 5, 9, 14, 20):
+        for sequence in waiting[:number]:
+            engine.append(sequence, [7, 8, 9, 10], limit=2)
+        waiting = waiting[number:]
+        for _ in range(number):
+            waiting.append(
+                engine.add([added % 20, 8, 9, 10, 11], limit=2, seed_key=KEY, sample_id=added)
+            )
+            added += 1
+        while engine.has_work:
+            engine.step()
+    assert added > 50 and {sees for *_, sees in seen} == {False, True}
+    assert len(seen) <= 7, seen
+
+
 def converse(engine, *, shared=False, order=range(7)):
     """Three turns of each prompt, with observations between them."""
     rng, (tokens, lengths, ids) = np.random.default_rng(3), prompts(7)

@@ -4,16 +4,16 @@ python scripts/prepare_model.py smollm2 --output=smollm2
 jaxrl prepare upcycle --model=smollm2 --output=smollm2_moe --experts=4
 python scripts/train.py --config=configs/grpo_smollm2_moe.py
 
-The task of configs/grpo_smollm2.py. Each layer begins with four copies of its MLP, of which a token
-takes two, so the mixture begins as the dense model. Experts learn from different tokens and move
-apart. The rollout's experts are replayed in the updates, and the load-balance loss of each layer
-keeps them in use: `actor/router_load` and `actor/router_load_mean` show it. See docs/moe.md.
+The run of configs/grpo_smollm2_trl.py. Each layer begins with four copies of its MLP, of which a
+token takes two, so the mixture begins as the dense model. Experts learn from different tokens and
+move apart. The rollout's experts are replayed in the updates, and the load-balance loss of each
+layer keeps them in use: `actor/router_load` and `actor/router_load_mean` show it. See docs/moe.md.
 """
 
 from dataclasses import replace
 
 from jaxrl_llm import config as c
-from jaxrl_llm.configs.grpo_smollm2 import get_config as grpo_config
+from jaxrl_llm.configs.grpo_smollm2_trl import get_config as grpo_config
 
 
 def get_config() -> c.Config:

@@ -1,6 +1,6 @@
 """GRPO and TRL's GRPOTrainer on the same prompts: reward curves and times of several seeds.
 
-python scripts/compare_trl.py --config=configs/grpo_smollm2.py --seeds=[1,2,3] --output=curves.jsonl
+python scripts/compare_trl.py --config=configs/grpo_smollm2_trl.py --seeds=[1,2,3] --output=c.jsonl
 
 Each run is a process of its own, ours and TRL's in turn. Settings come from the config; what TRL
 cannot do alike is refused. Records are appended to the output as they come; then a table of all

@@ -21,13 +21,13 @@ from jaxrl_llm.data.run_data import load_run_prompts, train_batches, train_sourc
 from jaxrl_llm.plan.models import find_tokenizer
 
 ROOT = Path(__file__).parents[2]
-FILE = str(ROOT / "configs" / "grpo_smollm2.py")
+FILE = str(ROOT / "configs" / "grpo_smollm2_trl.py")
 TASKS = "[{kind: chain_sum, num_terms: 2, size: 16}]"  # 24 prompts are over an epoch
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
-    """configs/grpo_smollm2.py on a tiny model: a character is a token, so prompts are longer."""
+    """The config on a tiny model: a character is a token, so prompts are longer."""
     directory = write_directory(
         tmp_path_factory.mktemp("model") / "hf",
         tiny_config("llama", vocab_size=104, tie_word_embeddings=True),

@@ -91,6 +91,8 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
         "grpo_pretrained",
         "grpo_smollm2",
         "grpo_smollm2_moe",
+        "grpo_smollm2_retry",
+        "grpo_smollm2_trl",
         "grpo_vision",
     ]
     assert completed("train", "--config", "=", "grpo") == configs

@@ -1,4 +1,4 @@
-"""The peer of configs/grpo_smollm2.py: TRL's GRPOTrainer, generating with transformers.
+"""The peer of configs/grpo_smollm2_trl.py: TRL's GRPOTrainer, generating with transformers.
 
 Reads the work as JSON from stdin (scripts/benchmarks/trl_work.py writes it) and prints a JSON
 object a line: first the settings that the trainer ended up with, then one an iteration with its

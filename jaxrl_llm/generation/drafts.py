@@ -28,7 +28,7 @@ from jaxrl_llm.generation.slots import DraftRecord, Slots, State
 
 # A draft follows at least SHORTEST equal tokens, and a sample gets as many drafts as tokens are
 # equal. More than LONGEST equal tokens count as LONGEST.
-SHORTEST, LONGEST = 2, 8
+SHORTEST, LONGEST = 1, 8
 # A step with drafts takes some 10 % longer. So it saves time if one accepted draft comes on ENOUGH
 # live slots. PATIENCE steps in a row may save none before pauses begin: 1, 3, 7, then 15 steps.
 ENOUGH, PATIENCE, MOST = 8, 2, 6

@@ -1,17 +1,19 @@
 """Draft tokens on a real model: python scripts/benchmarks/drafts.py --model=FOLDER
 
-A JSON line a result, as soon as it is there. Most prompts are short questions, which the model ends
-itself. A few begin a list of sums, steps or products, which goes on to the limit: a heavy tail of
-repetitive text. The prompts of the lists are made from a seed; nothing is recorded or replayed.
-Rollouts without drafts and with them run alternately, with the same keys.
+A JSON line a result, as soon as it is there. Most prompts are short questions, which the model soon
+ends. A few ask for a list of numbers, or begin one of sums, steps or products. The model goes on
+with it until it stops or the limit comes: a heavy tail of repetitive text. The prompts are made
+from a seed, and the model samples every token. Rollouts without drafts and with them run
+alternately, with the same keys. At temperature 1 so small a model soon leaves its list; at 0.5 it
+is about as certain as a larger one after RL.
 
 Flags:
   --model=FOLDER       Hugging Face folder of a small instruction model, e.g. SmolLM2-135M-Instruct
   --groups=128x8       prompts and samples of each
-  --lists=4            prompts that begin a list
+  --lists=4            prompts of a list
   --response=2048      most tokens of a response
   --drafts=7           most draft tokens of a sequence in a step
-  --temperature=1
+  --temperature=0.5
   --dtype=bfloat16
   --repeats=3          rollouts of each kind, after one that compiles
   --greedy=4x2         prompts and samples of a greedy rollout in float32; its tokens must be equal
@@ -36,7 +38,7 @@ FLAGS = {
     "lists": "4",
     "response": "2048",
     "drafts": "7",
-    "temperature": "1",
+    "temperature": "0.5",
     "dtype": "bfloat16",
     "repeats": "3",
     "greedy": "4x2",
@@ -63,37 +65,41 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def lists(rng: np.random.Generator) -> str:
-    """The beginning of a list of sums, of counted steps, or of products."""
+LINES = 12  # of a list before the model goes on
+
+
+def list_prompt(rng: np.random.Generator, number: int, tokenizer: Any) -> str:
+    """A request for numbers, or the beginning of a list of sums, steps or products."""
     a, b = (int(x) for x in rng.integers(2, 60, 2))
-    kind = int(rng.integers(3))
-    if kind == 0:
-        lines = [f"{a + i} + {b} = {a + i + b}" for i in range(6)]
-    elif kind == 1:
-        lines = [f"Step {i + 1}: {a + i * b} + {b} = {a + (i + 1) * b}" for i in range(5)]
-    else:
-        lines = [f"{a} x {i + 1} = {a * (i + 1)}" for i in range(6)]
-    return "\n".join(lines) + "\n"
+    if number % 4 == 0:
+        last = 100 * (1 + number % 5)
+        return chat(tokenizer, f"Write the numbers from {a} to {a + last}, one on each line.")
+    lines = [f"{a + i} + {b} = {a + i + b}" for i in range(LINES)] + [f"{a + LINES} + {b} ="]
+    if number % 4 == 1:
+        lines = [f"Step {i + 1}: {a + i * b} + {b} = {a + (i + 1) * b}" for i in range(LINES)]
+        lines.append(f"Step {LINES + 1}:")
+    elif number % 4 == 2:
+        lines = [f"{a} x {i + 1} = {a * (i + 1)}" for i in range(LINES)] + [f"{a} x {LINES + 1} ="]
+    return "\n".join(lines)
 
 
-def question(rng: np.random.Generator) -> str:
-    """A short question on two numbers."""
-    a, b = (int(x) for x in rng.integers(2, 100, 2))
-    return f"What is {a} + {b}? Answer in one sentence."
+def chat(tokenizer: Any, text: str) -> str:
+    """A user message as the model reads it."""
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 def prompts_of(tokenizer: Any, prompts: int, num_lists: int) -> list[list[int]]:
-    """The ids of the prompts; those with a list are spread evenly."""
+    """The ids of the prompts. Prompts of a list are spread evenly."""
     rng = np.random.default_rng(0)
-    spread = set(np.linspace(0, prompts - 1, num_lists).astype(int).tolist())
-    ids = []
-    for number in range(prompts):
-        if number in spread:
-            ids.append(tokenizer.encode(lists(rng)))
+    places = np.linspace(0, prompts - 1, num_lists).astype(int).tolist()
+    texts = []
+    for place in range(prompts):
+        if place in places:
+            texts.append(list_prompt(rng, places.index(place), tokenizer))
         else:
-            message = [{"role": "user", "content": question(rng)}]
-            ids.append(tokenizer.encode(tokenizer.apply_chat_template(message)))
-    return ids
+            a, b = (int(x) for x in rng.integers(2, 100, 2))
+            texts.append(chat(tokenizer, f"What is {a} + {b}? Answer in one sentence."))
+    return [tokenizer.encode(text) for text in texts]
 
 
 def rollout(

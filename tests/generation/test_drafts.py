@@ -7,9 +7,9 @@ import pytest
 from pieces import Pieces
 from test_generation import assert_same_tokens, prompts, run
 
-from jaxrl_llm.generation.drafts import LONGEST, SHORTEST, Drafting, find_drafts
+from jaxrl_llm.generation.drafts import LONGEST, SHORTEST, Drafting, find_drafts, recorded
 from jaxrl_llm.generation.sampler import SamplingParams
-from jaxrl_llm.generation.slots import Slots
+from jaxrl_llm.generation.slots import DraftRecord, Slots
 from jaxrl_llm.generation.stop_strings import stop_strings
 
 R, GROUP, DRAFTS = 40, 4, 5
@@ -106,6 +106,19 @@ def test_a_text_that_repeats_itself_takes_few_steps():
     assert_same_tokens(drafted, plain)
     assert plain.steps == R and drafted.steps < R / 2
     assert drafted.drafts_accepted == R - drafted.steps
+
+
+def test_drafts_that_save_nothing_pause():
+    """Four live slots; one accepted draft in a step is enough for them."""
+    live_S, no, one = np.arange(8) < 4, np.arange(8) < 4, np.arange(8) < 5
+    record, resumes = DraftRecord(*[jnp.int32(0)] * 4), []
+    step = 0
+    for taken in [no] * 7 + [one, no]:
+        record = recorded(record, jnp.int32(step), live_S, np.arange(8) < 6, taken)
+        resumes.append(int(record.resume) - step - 1)
+        step = int(record.resume)
+    assert resumes == [0, 0, 1, 3, 7, 15, 15, 0, 0]
+    assert (int(record.offered), int(record.accepted)) == (18, 1)
 
 
 def followed(text, own, sequence, most):

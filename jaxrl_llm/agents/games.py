@@ -2,33 +2,40 @@
 
 import re
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.agents.environments import Step
 
 MOVES = {"U": (0, -1), "D": (0, 1), "L": (-1, 0), "R": (1, 0)}
 Cell = tuple[int, int]  # column and row, from the top left
+Hint = Literal["word", "sign", "range"]
+# Hints to a guess that is no number of the game, that is too low, that is too high.
+HINTS = {"word": ("?\n", "higher\n", "lower\n"), "sign": ("?", ">", "<")}
 
 
 class Guess:
-    """Guess a number. Each turn is a guess, answered with higher or lower.
+    """Guess a number. Each turn is a guess, answered with a hint.
 
-    The number is the row's `ground_truth`, else drawn with `group_seed`.
+    A hint is a word, `higher` or `lower`, a sign, `>` or `<`, or the range that is left, as in
+    `09-15`. The number is the row's `ground_truth`, else drawn with `group_seed`.
     """
 
     stop = ("\n",)
 
-    def __init__(self, *, low: int = 1, high: int = 31, turns: int = 6) -> None:
-        self._low, self._high, self._left = low, high, turns
+    def __init__(
+        self, *, low: int = 1, high: int = 31, turns: int = 6, hint: Hint = "word"
+    ) -> None:
+        self._low, self._high, self._left, self._hint = low, high, turns, hint
         self._secret = low
         self._from, self._to = low, high  # where the number is, by the hints
 
-    def reset(self, ground_truth: Any = None, group_seed: int = 0) -> None:
-        """Choose the number."""
+    def reset(self, ground_truth: Any = None, group_seed: int = 0) -> str | None:
+        """Choose the number. The range is shown if hints are ranges."""
         if ground_truth is None:
             self._secret = Random(group_seed).randint(self._low, self._high)
         else:
             self._secret = int(ground_truth)
+        return self._range() if self._hint == "range" else None
 
     @property
     def secret(self) -> int:
@@ -41,15 +48,19 @@ class Guess:
         number = re.fullmatch(r"\D*(\d{1,9})\D*", action)
         if number is not None and int(number[1]) == self._secret:
             return Step(reward=1.0, done=True)
-        hint = "?"
+        which = 0
         if number is not None and self._low <= int(number[1]) <= self._high:
-            hint = "higher" if int(number[1]) < self._secret else "lower"
-            if hint == "higher":
-                self._from = max(self._from, int(number[1]) + 1)
+            if int(number[1]) < self._secret:
+                which, self._from = 1, max(self._from, int(number[1]) + 1)
             else:
-                self._to = min(self._to, int(number[1]) - 1)
-        info = {"legal": hint != "?", "state": f"{self._from} to {self._to}"}
-        return Step(f"{hint}\n", reward=0.0, done=not self._left, info=info)
+                which, self._to = 2, min(self._to, int(number[1]) - 1)
+        hint = self._range() if self._hint == "range" else HINTS[self._hint][which]
+        info = {"legal": which > 0, "state": f"{self._from} to {self._to}"}
+        return Step(hint, reward=0.0, done=not self._left, info=info)
+
+    def _range(self) -> str:
+        width = len(str(self._high))
+        return f"{self._from:0{width}}-{self._to:0{width}}\n"
 
 
 class Maze:

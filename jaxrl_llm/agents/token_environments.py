@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxrl_llm.agents.calculator import MOST_DIGITS, IntegerCalculator
-from jaxrl_llm.agents.games import MOVES, Guess, Maze
+from jaxrl_llm.agents.games import HINTS, MOVES, Guess, Hint, Maze
 from jaxrl_llm.generation.in_graph import TokenStep
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -94,17 +94,26 @@ class TokenGuess:
     row_size = 1
 
     def __init__(
-        self, tokenizer: CharTokenizer, *, low: int = 1, high: int = 31, turns: int = 6
+        self,
+        tokenizer: CharTokenizer,
+        *,
+        low: int = 1,
+        high: int = 31,
+        turns: int = 6,
+        hint: Hint = "word",
     ) -> None:
         self._low, self._high, self._turns = low, high, turns
+        self._hint: Hint = hint
+        self._tokenizer = tokenizer
         self._characters = Characters(tokenizer)
-        self._hints = table(tokenizer, ["?\n", "higher\n", "lower\n"])
+        self._hints = table(tokenizer, HINTS.get(hint, "-\n"))
+        self._digit_ids = np.array(tokenizer.encode(DIGITS), np.int32)
 
     def begin(self, ground_truth: Any = None, group_seed: int = 0) -> tuple[list[int], list[int]]:
-        """The number."""
-        game = Guess(low=self._low, high=self._high, turns=self._turns)
-        game.reset(ground_truth, group_seed)
-        return [], [game.secret]
+        """The number, and its range if hints are ranges."""
+        game = Guess(low=self._low, high=self._high, turns=self._turns, hint=self._hint)
+        opening = game.reset(ground_truth, group_seed)
+        return self._tokenizer.encode(opening or ""), [game.secret]
 
     def init(self, numbers: jax.Array) -> dict[str, jax.Array]:
         """The number, and what the hints say of it."""
@@ -123,16 +132,27 @@ class TokenGuess:
         first = jnp.where(is_higher, jnp.maximum(state["from"], run.value + 1), state["from"])
         last = jnp.where(is_lower, jnp.minimum(state["to"], run.value - 1), state["to"])
         hints, lengths = map(jnp.asarray, self._hints)
-        hint = jnp.where(is_higher, 1, jnp.where(is_lower, 2, 0))
+        if self._hint == "range":
+            dash, end = hints
+            observation = jnp.concatenate([self._padded(first), dash, self._padded(last), end])
+            observed = observation.shape[0]
+        else:
+            which = jnp.where(is_higher, 1, jnp.where(is_lower, 2, 0))
+            observation, observed = hints[which], lengths[which]
         left = state["left"] - 1
         return TokenStep(
             state={"secret": secret, "from": first, "to": last, "left": left},
-            observation=hints[hint],
-            length=lengths[hint],
+            observation=observation,
+            length=observed,
             reward=is_right.astype(jnp.float32),
             done=is_right | (left == 0),
             key=first * (self._high + 1) + last,
         )
+
+    def _padded(self, number: jax.Array) -> jax.Array:
+        """The digits of a number, with zeros before it."""
+        powers = np.array([10**i for i in reversed(range(len(str(self._high))))])
+        return jnp.asarray(self._digit_ids)[number // powers % 10]
 
 
 class TokenMaze:

@@ -5,7 +5,7 @@ compares.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
@@ -54,6 +54,8 @@ class Guess(Environment, kind="guess"):
     low: Annotated[Whole, UpTo("high", itself=False)] = 1  # smallest number
     high: Count = 31  # largest number
     turns: Count = 6  # guesses
+    # Answer to a wrong guess: higher or lower, > or <, or the range that is left.
+    hint: Literal["word", "sign", "range"] = "word"
 
 
 class Maze(Environment, kind="maze"):

@@ -77,6 +77,7 @@ class GuessGames(Task, kind="guess_games"):
     high: Count = 31  # largest number
     turns: Count = 6  # guesses of a demonstration
     heeds: Fraction = 0.0  # share of the guesses that heed the hints
+    hint: Literal["word", "sign", "range"] = "word"  # hints of the environment
 
 
 class CountDots(Task, kind="count_dots"):

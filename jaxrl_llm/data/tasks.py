@@ -156,17 +156,21 @@ def _drawn_dots(
 
 
 def guess_games(
-    *, low: int = 1, high: int = 31, turns: int = 6, heeds: float = 0.0
+    *, low: int = 1, high: int = 31, turns: int = 6, heeds: float = 0.0, hint: str = "word"
 ) -> ProblemSpace:
     """Numbers for the environment `guess`, with demonstrations.
 
     A share of their guesses heeds the hints: such a guess is drawn from the numbers that may be
-    right. The others are drawn from all numbers.
+    right. The others are drawn from all numbers. All guesses have equally many digits.
     """
+    width = len(str(high))
+    hints = {"word": ("higher\n", "lower\n"), "sign": (">", "<"), "range": ("", "")}[hint]
 
     def problem(index: int) -> Problem:
         draw = Random(f"guess {index}")
-        secret, game = draw.randint(low, high), ""
+        secret = draw.randint(low, high)
+        left = f"{low:0{width}}-{high:0{width}}\n"
+        game = left if hint == "range" else ""
         first, last = low, high  # where the number is, by the hints
         for turn in range(turns):
             heed = heeds > 0 and draw.random() < heeds
@@ -175,10 +179,12 @@ def guess_games(
                 first = max(first, guess + 1)
             elif guess > secret:
                 last = min(last, guess - 1)
-            game += f"{guess}\n"
+            game += f"{guess:0{width}}\n"
             if guess == secret or turn == turns - 1:
                 break
-            game += "higher\n" if guess < secret else "lower\n"
+            game += hints[guess > secret]
+            if hint == "range":
+                game += f"{first:0{width}}-{last:0{width}}\n"
         question = f"Game {index}: guess a number from {low} to {high}. Write one number a turn."
         return Problem(f"#{index}\n", question, str(secret), game)
 

@@ -77,7 +77,8 @@ CALLS = [
     ("kind", "settings", "pieces", "rows"),
     [
         (TokenGuess, {}, DIGITS, (20, 1, None)),
-        (TokenGuess, {"low": 0, "high": 5, "turns": 20}, DIGITS, (3, None)),
+        (TokenGuess, {"low": 0, "high": 5, "turns": 20, "hint": "sign"}, DIGITS, (3, None)),
+        (TokenGuess, {"hint": "range"}, DIGITS, (20, 1, None)),
         (TokenMaze, {}, ["U", "x", "L", "D"], (0, 7, None)),
         (TokenMaze, {"size": 11, "walls": 0.8, "turns": 25}, ["a", "b"], (1, 2, None)),
         (TokenCalculator, {"score": 0.5}, CALLS, (1776, -3, 0, None)),

@@ -207,16 +207,20 @@ def pair_key(pair: dict) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "environment", "action", "wins"),
+    ("name", "settings", "environment", "action", "wins"),
     [
-        ("calculator_calls", Calculator(), r"\[\S+\]|\d+$", 1.0),
-        ("guess_games", Guess(), r"\d+\n", 1 - (30 / 31) ** 6),
-        ("maze_games", Maze(), r"(?<=\n)[UDLR](?=\n|$)", 0.403),
+        ("calculator_calls", {}, Calculator(), r"\[\S+\]|\d+$", 1.0),
+        ("guess_games", {}, Guess(), r"\d+\n", 1 - (30 / 31) ** 6),
+        ("guess_games", {"hint": "sign", "heeds": 1.0}, Guess(hint="sign"), r"\d+\n", 0.718),
+        ("guess_games", {"hint": "range"}, Guess(hint="range"), r"\b\d+\n(?<!-..\n)", 0.18),
+        ("maze_games", {}, Maze(), r"(?<=\n)[UDLR](?=\n|$)", 0.403),
     ],
 )
-def test_demonstrations_have_what_the_environment_answers(name, environment, action, wins):
+def test_demonstrations_have_what_the_environment_answers(
+    name, settings, environment, action, wins
+):
     """The environment of the row gives the same observations, and wins are as frequent."""
-    won, rows = 0.0, task_rows(name, split="train", size=2000)
+    won, rows = 0.0, task_rows(name, split="train", size=2000, settings=settings)
     for row in rows:
         game, done = deepcopy(environment), False
         played = game.reset(ground_truth=row["ground_truth"]) or ""

@@ -256,6 +256,41 @@ def test_a_step_is_one_cuda_graph(program, dump, case):
 
 
 @pytest.mark.slow
+def test_a_step_with_drafts_copies_nothing_large():
+    """The loop around a tail's plain steps, whose own step has drafts: new entries are written in
+    place. It launches one kernel a layer more, and some that find the drafts."""
+    spec, slots = model_spec(CONFIG, dtype="bfloat16"), 256
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    settings = GenerationSettings(
+        sampling=SamplingParams(max_new_tokens=2048, stop_token_ids=(151645,)),
+        group=GROUP,
+        num_slots=slots,
+        attention="pallas",
+        tail_slots=(64,),
+        drafts=7,
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    inputs = (ints((SAMPLES, PROMPT)), ints((SAMPLES,)), ints((SAMPLES,)), key)
+    answer = jax.jit(functools.partial(generate, spec, settings=settings))
+    lowered = answer.lower(*abstract((spec.params, *inputs)))
+    text = lowered.compile(compiler_options=options_of_a_run(slots)).as_text()
+    found = computations(text)
+    tail, plain = re.compile(r"tail_steps/while/body/"), re.compile(r"tail_steps/while/body/while/")
+    steps = [lines for lines in found.values() if any("mosaic_gpu" in line for line in lines)]
+    (step,) = [
+        lines
+        for lines in steps
+        if any(tail.search(line) and not plain.search(line) for line in lines)
+        and any(" while(" in line for line in lines)
+    ]
+    assert large_copies(found, step) == []
+    assert sum("mosaic_gpu" in line for line in step) == CONFIG.num_layers
+    launched = [line for line in step if re.search(r" (fusion|custom-call|copy|sort)\(", line)]
+    assert len([line for line in launched if "tuple" not in line[:7]]) <= 74
+    assert " sort(" not in "\n".join(step)
+
+
+@pytest.mark.slow
 def test_a_step_joins_no_weights_where_adapters_are_computed_apart():
     """XLA would write the kernels of gate and up into one array in every step: 55 MB a layer."""
     projections = ("q", "k", "v", "o")

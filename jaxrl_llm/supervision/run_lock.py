@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from jaxrl_llm.config import ConfigError
 
@@ -15,25 +16,39 @@ LOCK = "run.lock"
 
 @contextmanager
 def hold(folder: Path, free: Path) -> Iterator[None]:
-    """Hold RUN/run.lock inside the block. The file stays; the lock ends with the process.
+    """Hold RUN/run.lock inside the block. A file system without locks gives none.
 
-    A file system without locks gives none. `free` is a folder that a message names.
+    `free` is a folder that a message names.
 
     Raises: ConfigError when another run holds it; OSError when the folder cannot be written.
     """
-    with open(folder / LOCK, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"another process uses the run folder {folder}: {file.read().strip()}. Give this "
-                f"run a folder of its own: --config.run_dir={free}"
-            ) from None
-        except OSError:
-            pass
+    path = folder / LOCK
+    with _locked(path, free) as file:
         file.truncate(0)
         since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         print(f"pid {os.getpid()} on host {socket.gethostname()}, since {since}", file=file)
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, free: Path) -> IO[str]:
+    while True:
+        file = open(path, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            with file:
+                raise ConfigError(
+                    f"another process uses the run folder {path.parent}: {file.read().strip()}. "
+                    f"Give this run a folder of its own: --config.run_dir={free}"
+                ) from None
+        except OSError:
+            return file
+        # Its last holder may have removed the file since it was opened.
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()

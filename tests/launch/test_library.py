@@ -318,4 +318,5 @@ def test_a_callback_may_change_the_working_directory(tmp_path, monkeypatch):
     assert summary.run_dir == tmp_path / "run" / "run"
     assert len(read_jsonl(summary.run_dir / "metrics.jsonl")) == 5
     assert summary.checkpoint == summary.run_dir / "checkpoints" / "global_step_4"
+    assert not (summary.run_dir / "run.lock").exists()
     assert not list((tmp_path / "elsewhere").iterdir())

@@ -192,7 +192,7 @@ def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("builtins.open", denied)
+    monkeypatch.setattr(run_folder, "hold", denied)
     message = refusal(config_in(tmp_path / "run"))
     assert "Permission denied" in message and "--config.run_dir" in message
 

@@ -23,6 +23,7 @@ from jaxrl_llm.checkpoint.huggingface import (
     model_directory,
 )
 from jaxrl_llm.checkpoint.stored_models import StoredModel, stored_model
+from jaxrl_llm.checkpoint.weights import base_digests, restored
 from jaxrl_llm.config import Config, ConfigError, ModelSettings, from_json
 from jaxrl_llm.distributed.device_memory import free_memory
 from jaxrl_llm.distributed.mesh import make_mesh
@@ -46,7 +47,7 @@ from jaxrl_llm.plan.models import (
     spec_of,
 )
 from jaxrl_llm.plan.roles import CRITIC_BASE, Role, make_role
-from jaxrl_llm.plan.weights import adapted_role, base_digests, load_params, restored
+from jaxrl_llm.plan.weights import load_params
 from jaxrl_llm.references import exists
 from jaxrl_llm.supervision.signals import host_work
 from jaxrl_llm.tokenizer import check_vocabulary, load_tokenizer, set_chat_variables
@@ -141,19 +142,20 @@ def export_checkpoint(
     identity.check_tokenizer(checkpoint, load_tokenizer(files).digest(), files)
     spec = model_spec(config, kind, stored)
     dense = make_role(role, spec, ModelSettings(), make_mesh(devices=jax.local_devices()[:1]))
-    kept = dense if saved.base is None else adapted_role(saved, dense)
-    _check_shapes(kept.spec.learned, abstract, role)
+    kept = spec if saved.base is None else saved.spec(config)
+    _check_shapes(kept.learned, abstract, role)
     if adapter and saved.base is not None:
         own = saved.restore(abstract)
         return peft.export_adapter(
             output,
-            kept.spec,
+            kept,
             own,
             base=_base_path(saved.base, facts),
-            base_digests=base_digests(saved.base, dense),
+            base_digests=base_digests(saved.base, config, dense.layout),
             dtype=dtype,
         )
-    params = restored(saved, dense, abstract if saved.base is None else dense.spec.params)
+    names = abstract if saved.base is None else spec.params
+    params = restored(saved, spec, dense.layout, names)
     return export(
         output,
         spec,

@@ -31,9 +31,10 @@ from jaxrl_llm.kernels.linear_top_k import linear_logprobs_at, linear_top_k
 from jaxrl_llm.kernels.mesh_split import MeshSplit, in_row_order
 from jaxrl_llm.kernels.strict import Strict, strict_scope
 from jaxrl_llm.learner.rows import Ranges, Rows, whole_rows
-from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, cast
+from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params
 from jaxrl_llm.models.attention import Attend, Mixers
 from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.casting import cast
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.experts import Routed, Routing
 from jaxrl_llm.models.lora import DROPOUT, set_dropout

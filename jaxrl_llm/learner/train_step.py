@@ -32,7 +32,8 @@ from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import COUNTS, OWN_COUNTS, load_metrics
 from jaxrl_llm.learner.rows import Fields
-from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState, cast
+from jaxrl_llm.learner.train_state import CastAhead, Metrics, Params, TrainState
+from jaxrl_llm.models.casting import cast
 from jaxrl_llm.models.layers import Weight
 from jaxrl_llm.models.lora import DROPOUT, Lora, join, merged_ahead
 

@@ -114,13 +114,13 @@ def _described_model(
     return replace(source, config=source.config.for_context(context))
 
 
-def source_at(path: str, config: ModelConfig | None = None, *, images: bool = False) -> ModelSource:
-    """The model at `path`. None takes the config of its files."""
+def source_at(path: str, *, images: bool = False) -> ModelSource:
+    """The model at `path`, as its files describe it."""
     model = layout.find_model_path(path)
     directory = model_directory(model.files)
     # A run's own files describe the model that it trained.
     images = images or (model.checkpoint is not None and image_model_in(directory) is not None)
-    config = config or load_model_config(directory, images=images)
+    config = load_model_config(directory, images=images)
     image_model = image_model_of_checkpoint(directory) if model.checkpoint else ""
     if not model.checkpoint and (kind := image_model_in(directory)) is not None:
         image_model = str(directory.absolute()) if Path(path).is_dir() else path

@@ -12,8 +12,9 @@ from jaxrl_llm.arguments import seed_of
 from jaxrl_llm.distributed.multihost import make_global
 from jaxrl_llm.distributed.sharding import replicated
 from jaxrl_llm.distributed.transfer import call, moved
-from jaxrl_llm.learner.train_state import Params, cast
+from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.casting import cast
 from jaxrl_llm.models.frozen import dequantized
 from jaxrl_llm.plan.roles import Role
 

@@ -44,12 +44,12 @@ from jaxrl_llm.learner.train_state import (
     Adapted,
     Params,
     TrainState,
-    cast,
     init_state,
     params_of,
     state_shardings,
 )
 from jaxrl_llm.models.base import ModelSpec, draw_params, merge_adapters
+from jaxrl_llm.models.casting import cast
 from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.hf import few_features
 from jaxrl_llm.models.lora import HEAD, first_magnitudes, split

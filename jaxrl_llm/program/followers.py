@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.distributed.reshard import to_devices
-from jaxrl_llm.learner.train_state import Adapted, Params, is_at, params_of, stays_float32
+from jaxrl_llm.learner.train_state import Adapted, Params, params_of
 from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.casting import is_at, stays_float32
 from jaxrl_llm.models.lora import split
 
 

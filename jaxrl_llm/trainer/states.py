@@ -31,8 +31,9 @@ from jaxrl_llm.distributed.sharding import batch_sharding, replicated
 from jaxrl_llm.distributed.transfer import call
 from jaxrl_llm.evaluation.evaluate import AnswerEvaluation, Evaluation, RecordEvaluation, Validator
 from jaxrl_llm.learner.offline_losses import means
-from jaxrl_llm.learner.train_state import Params, TrainState, cast
+from jaxrl_llm.learner.train_state import Params, TrainState
 from jaxrl_llm.models.base import ModelSpec, scalar_params_from
+from jaxrl_llm.models.casting import cast
 from jaxrl_llm.models.frozen import quantized_as
 from jaxrl_llm.plan.models import spec_of
 from jaxrl_llm.plan.offline import plan_supervised
@@ -40,7 +41,7 @@ from jaxrl_llm.plan.offline_stages import HELD_OUT, TRAIN, ReferenceTables
 from jaxrl_llm.plan.plan import Plan
 from jaxrl_llm.plan.reference import Making, copying
 from jaxrl_llm.plan.roles import CRITIC_BASE, REFERENCE, TEACHER, Role, make_role
-from jaxrl_llm.plan.weights import base_record, first_adapters, load_params, read_base
+from jaxrl_llm.plan.weights import first_adapters, load_params, read_base, record_of_base
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.batches import OfflineRecords, RecordBatches, records_held
@@ -450,7 +451,7 @@ def from_items(items: dict[str, Any], frozen: dict[str, Params]) -> States:
 def bases_record(plan: Plan, states: States) -> dict[str, Record]:
     """A record of each base that a resume reads again. Every process must call it."""
     return {
-        name: base_record(plan.bases[name], source, _seed(plan, name), states[name])
+        name: record_of_base(plan.bases[name], source, _seed(plan, name), states[name])
         for name, source in plan.reloaded.items()
     }
 

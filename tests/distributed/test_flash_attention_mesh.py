@@ -23,8 +23,8 @@ from jaxrl_llm.kernels.flash_attention import (
 )
 from jaxrl_llm.kernels.mesh_split import MeshSplit
 from jaxrl_llm.learner.forward import ForwardSettings, hidden_states
-from jaxrl_llm.learner.train_state import cast
 from jaxrl_llm.models.base import bind, init_params, model_spec
+from jaxrl_llm.models.casting import cast
 
 LOCAL_SHAPES = []
 

@@ -20,9 +20,10 @@ from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.router_balance import balanced
 from jaxrl_llm.learner.router_losses import RouterLoss
 from jaxrl_llm.learner.rows import ROUTES
-from jaxrl_llm.learner.train_state import cast, init_state, state_shardings
+from jaxrl_llm.learner.train_state import init_state, state_shardings
 from jaxrl_llm.learner.train_step import MiniBatches, train_step
 from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.casting import cast
 from jaxrl_llm.models.config import BALANCE, CENTROIDS, Latent, Mixture
 
 MIXTURE = Mixture(

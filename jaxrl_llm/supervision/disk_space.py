@@ -1,6 +1,5 @@
 """Room for checkpoints, asked for at the start."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,6 @@ def check_space(folder: Path, needed: int) -> None:
             f"a checkpoint of this run takes up to {_gb(needed)}, and the disk of {folder} has "
             f"{_gb(free)} free: delete old runs, or give --config.run_dir on another disk"
         )
-
-
-def check_writable(folder: Path) -> None:
-    """Raises: ConfigError when no file can be made in `folder`, which is made if need be."""
-    probe = folder / f".probe-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"the run cannot write to {folder}: {error.strerror}; give --config.run_dir on "
-            "another disk"
-        ) from None
 
 
 def _free(folder: Path) -> int:

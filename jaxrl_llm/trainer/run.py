@@ -34,11 +34,7 @@ from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, StopRequest, read_deadline
-from jaxrl_llm.supervision.disk_space import (
-    bytes_of,
-    check_space,
-    check_writable,
-)
+from jaxrl_llm.supervision.disk_space import bytes_of, check_space
 from jaxrl_llm.supervision.listener import Listener
 from jaxrl_llm.supervision.masked_steps import MOST_STEPS, MaskedSteps
 from jaxrl_llm.supervision.profiling import StepProfiler
@@ -479,8 +475,6 @@ def open_run(
 
 def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:
     """The run's checkpoints; ConfigError when `resume` and the folder contradict each other."""
-    if is_main():
-        check_writable(run_dir / layout.CHECKPOINTS)
     checkpoints = CheckpointManager(
         run_dir / layout.CHECKPOINTS,
         keep_latest=config.checkpoint.keep_latest,

@@ -35,12 +35,6 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_folder_that_takes_no_file_is_refused_at_the_start(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="the run cannot write to .*checkpoints: Not a directory"):
-        disk_space.check_writable(tmp_path / "file" / "checkpoints")
-
-
 def fill(file: Path, left: int) -> None:
     """Write a file that leaves `left` bytes of its disk free."""
     found = os.statvfs(file.parent)

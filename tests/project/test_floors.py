@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+parsed = cache(ast.parse)
+
+
 def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import, also inside functions; relative ones resolved."""
     for node in ast.walk(tree):
@@ -93,7 +97,7 @@ def offences(source: str, module: str, is_package: bool = False) -> list[str]:
         return [f"{module}: room {own!r} is on no floor; add it to FLOORS"]
     floor, room = ROOM_OF[own]
     found = []
-    for line, target in imported_modules(ast.parse(source), module, is_package):
+    for line, target in imported_modules(parsed(source), module, is_package):
         name = room_name(target)
         if name is None:
             continue
@@ -134,7 +138,7 @@ def test_the_list_of_the_readme_goes_up():
         module = module_name(file)
         if (own := room_name(module)) not in listed:
             continue
-        imports = imported_modules(ast.parse(file.read_text()), module, file.name == "__init__.py")
+        imports = imported_modules(parsed(file.read_text()), module, file.name == "__init__.py")
         for line, target in imports:
             name = room_name(target)
             if name in listed and listed.index(name) > listed.index(own):
@@ -166,7 +170,7 @@ def test_files_import_in_no_circle():
     files: dict[str, set[str]] = {}
     for file in sources():
         module, is_package = module_name(file), file.name == "__init__.py"
-        tree = ast.parse(file.read_text())
+        tree = parsed(file.read_text())
         files[module] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
@@ -185,7 +189,7 @@ def test_the_bottom_needs_no_jax():
     files = [package / f"{name}.py" for name in bottom]
     for file in (*files, *(file for room in rooms for file in (package / room).rglob("*.py"))):
         name = module_name(file)
-        tree = ast.parse(file.read_text())
+        tree = parsed(file.read_text())
         for line, target in imported_modules(tree, name, file.name == "__init__.py"):
             room = room_name(target) in (None, *rooms, *bottom)
             assert room and target.split(".")[0] != "jax", f"{file}:{line} imports {target}"

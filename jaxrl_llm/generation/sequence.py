@@ -61,6 +61,10 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     routes: list[Any] = field(default_factory=list)  # experts of computed own entries, in parts
     kept: dict[int, Any] = field(default_factory=dict)  # kept ids by place, where filters are on
+    base: int = field(init=False)  # ids in the shared beginning
+
+    def __post_init__(self) -> None:
+        self.base = 0 if self.beginning is None else len(self.beginning.tokens)
 
     @cached_property
     def words(self) -> tuple[int, ...]:
@@ -68,11 +72,6 @@ class Sequence:
         how = self.sampling
         floats = (bits(how.temperature), how.top_k, bits(how.top_p), bits(how.min_p))
         return (*map(int, self.seed_key), *floats)
-
-    @property
-    def base(self) -> int:
-        """The number of ids in the shared beginning."""
-        return 0 if self.beginning is None else len(self.beginning.tokens)
 
     @property
     def all_routes(self) -> list[Any]:

@@ -101,7 +101,8 @@ class Engine:
     settings: EngineSettings
     layout: Layout | None = None  # where several devices share the heads; weights lie so
     _queued: list[Sequence] = field(default_factory=list, init=False)
-    _running: list[Sequence] = field(default_factory=list, init=False)
+    _running: dict[Sequence, None] = field(default_factory=dict, init=False)
+    _unfinished: dict[int, Sequence] = field(default_factory=dict, init=False)  # by arrival
     _waiting: set[Sequence] = field(default_factory=set, init=False)
     _arrived: int = field(default=0, init=False)
     num_steps: int = field(default=0, init=False)  # decode steps so far
@@ -233,6 +234,7 @@ class Engine:
         )
         if shared is not None:
             shared.readers += 1
+        self._unfinished[sequence.number] = sequence
         self._arrived += 1
         self._set_limit(sequence, limit)
         self._queued.append(sequence)
@@ -274,10 +276,11 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         if sequence.status == "ended":
             return
-        for listed in (self._queued, self._running):
-            if sequence in listed:
-                listed.remove(sequence)
+        if sequence.status == "queued":
+            self._queued.remove(sequence)
+        self._running.pop(sequence, None)
         self._waiting.discard(sequence)
+        del self._unfinished[sequence.number]
         self._note(sequence)
         self._pool.release(sequence.pages)
         sequence.pages, sequence.status = [], "ended"
@@ -303,8 +306,7 @@ class Engine:
             return self._decode(most or self.settings.steps, enough)
 
     def _oldest(self) -> Sequence | None:
-        everyone = [*self._running, *self._waiting, *self._queued]
-        return min(everyone, key=lambda x: x.number, default=None)
+        return next(iter(self._unfinished.values()), None)
 
     def _held_back(self, oldest: Sequence | None, sequence: Sequence) -> int:
         """Pages that `sequence` may not take: the oldest one needs them to end."""
@@ -351,7 +353,7 @@ class Engine:
             if self._free_slots is not None and sequence.slot < 0:
                 sequence.slot = self._free_slots.pop(0)
             sequence.status = "running"
-            self._running.append(self._queued.pop(place))
+            self._running[self._queued.pop(place)] = None
         return passed
 
     def _missing(self, sequence: Sequence, entries: int) -> int:
@@ -476,8 +478,9 @@ class Engine:
         live = []
         for sequence in sorted(self._running, key=lambda x: x.number):
             entries = min(sequence.computed + most, sequence.limit - sequence.base - 1)
-            room = self._pool.num_free - self._held_back(oldest, sequence)
-            sequence.pages += self._pool.take(min(self._missing(sequence, entries), max(room, 0)))
+            if missing := self._missing(sequence, entries):
+                room = self._pool.num_free - self._held_back(oldest, sequence)
+                sequence.pages += self._pool.take(min(missing, max(room, 0)))
             if len(sequence.pages) * self._pool.entries > sequence.computed:
                 live.append(sequence)
         if not live:
@@ -515,7 +518,7 @@ class Engine:
         sequence.pages, sequence.computed, sequence.routes = [], 0, []
         if sequence.status == "running":
             sequence.status = "queued"
-            self._running.remove(sequence)
+            del self._running[sequence]
             self._queued.append(sequence)
 
     def _packed(self, placed: Seq[Sequence | None], shape: Shape) -> np.ndarray:
@@ -580,7 +583,7 @@ class Engine:
         else:
             return  # it waits for a page
         sequence.status = "waiting"
-        self._running.remove(sequence)
+        del self._running[sequence]
         self._waiting.add(sequence)
 
 

@@ -20,6 +20,14 @@ SHORT = """
 --config.data.train_batch_size=16 --config.validation.every=0 --config.save_every=0
 --config.actor.optimizer.learning_rate=1e-3 --config.actor.optimizer.warmup_steps=2
 """
+# Mazes of 3 x 3 cells and 8 moves, and a shorter warm-up.
+SHORT_MAZE = """
+--config.rollout.environment.0.size=3 --config.rollout.environment.0.turns=8
+--config.data.train_tasks.0.side=3 --config.data.train_tasks.0.turns=8
+--config.data.val_tasks.0.side=3 --config.data.val_tasks.0.turns=8
+--config.data.max_response_length=100 --config.warmup.steps=100 --config.total_steps=30
+--config.validation.every=0 --config.save_every=0
+"""
 
 
 def accuracies(folder: Path) -> list[float]:
@@ -27,19 +35,23 @@ def accuracies(folder: Path) -> list[float]:
     return [x for row in rows for name, x in row.items() if name.endswith("/acc/mean@1")]
 
 
-@pytest.mark.parametrize("config", ["agent"])
-def test_the_plan_is_sound(config, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "stage"),
+    [("agent", "gen (on the host)"), ("maze", "gen+reward+kl+adv+update_actor (compiled)")],
+)
+def test_the_plan_is_sound(config, stage, tmp_path):
     flags = [f"--config={REPOSITORY}/configs/{config}.py", "--dry_run", "--show=1"]
     done = run_here(lambda: run("train", [*flags, f"--config.run_dir={tmp_path}"]), flags)
     assert done.returncode == 0, done.stderr
     assert load_config(f"{REPOSITORY}/configs/{config}.py").name == config
-    assert "gen (on the host)" in done.stdout
+    assert stage in done.stdout
 
 
 @pytest.mark.nightly
-def test_a_short_run_improves(tmp_path):
-    flags = [f"--config={REPOSITORY}/configs/agent.py", f"--config.run_dir={tmp_path}"]
-    flags += SHORT.split()
+@pytest.mark.parametrize(("config", "changes"), [("agent", SHORT), ("maze", SHORT_MAZE)])
+def test_a_short_run_improves(config, changes, tmp_path):
+    flags = [f"--config={REPOSITORY}/configs/{config}.py", f"--config.run_dir={tmp_path}"]
+    flags += changes.split()
     done = run_here(lambda: run("train", flags), flags)
     assert done.returncode == 0, done.stderr
     before, after = accuracies(tmp_path)

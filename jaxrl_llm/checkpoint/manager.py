@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxrl_llm.checkpoint.layout import (
     is_complete,
     step_of,
 )
+from jaxrl_llm.checkpoint.save_failures import save_failed
 from jaxrl_llm.distributed.multihost import barrier, gather_objects, is_main, value_of_main
 from jaxrl_llm.distributed.sharding import in_host_memory, second_array
 from jaxrl_llm.references import nearest
@@ -125,6 +126,7 @@ class CheckpointManager:
         counts as complete only when all of it is on disk, also if the process is killed.
 
         Raises: UselessWeights when no run could go on from them; nothing is written then.
+            SaveFailed when the disk fails, for this save or the one before.
         """
         import orbax.checkpoint as ocp
 
@@ -151,7 +153,8 @@ class CheckpointManager:
             for name, item in items.items()
         }
         args[LOOP] = ocp.args.JsonSave(loop)
-        self._manager.save(step, args=ocp.args.Composite(**args))
+        with self._disk_errors():
+            self._manager.save(step, args=ocp.args.Composite(**args))
         self._sealing = [seal for seal in self._sealing if not seal.done()]
         self._sealing.append(_Seal(self.path(step), started, self._save_s))
         if any(in_host_memory(x) for x in jax.tree.leaves(dict(items))):
@@ -194,9 +197,22 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait until every started save is on disk, with its digests."""
         try:
-            self._manager.wait_until_finished()
+            with self._disk_errors():
+                self._manager.wait_until_finished()
         finally:
             self._finish_seals()
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Raises: SaveFailed in place of an error of a disk, of this save or the one before."""
+        try:
+            yield
+        except Exception as error:
+            failed = save_failed(error, self.directory)
+            if failed is None:
+                raise
+            self._finish_seals()
+            raise failed from None
 
     def _finish_seals(self) -> None:
         while self._sealing:

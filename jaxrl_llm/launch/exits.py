@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from jaxrl_llm.checkpoint.save_failures import SaveFailed
 from jaxrl_llm.config import ConfigError, UnknownKeyError
 from jaxrl_llm.launch import pipes
 from jaxrl_llm.observability.status import STATUS
@@ -36,7 +37,7 @@ def exit_with(error: BaseException, arguments: Sequence[str]) -> NoReturn:
     A mistake of the user (ConfigError, or a ValueError that this package raises) becomes one
     message on stderr and exit code 2, so a launcher does not start it again. So does a run whose
     numbers are not finite. After the loss of processes the code is 76 where these are too many for
-    a mesh.
+    a mesh. An error of a disk is one message and code 1: the next start may work.
     Ctrl-C exits with 130. One of several processes then waits TOGETHER_S for the others. Where the
     reader of the output has ended, the code is 141. Another error is a traceback and code 1.
     """
@@ -49,7 +50,10 @@ def exit_with(error: BaseException, arguments: Sequence[str]) -> NoReturn:
     if isinstance(error, BrokenPipeError) and pipes.broken():
         pipes.leave_broken()
         _end_together(UNREAD)
-    traceback.print_exception(error)
+    if isinstance(error, SaveFailed):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
     leave(1)
 
 

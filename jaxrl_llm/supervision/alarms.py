@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +18,7 @@ from jaxrl_llm.config.alarms import AlarmsConfig
 from jaxrl_llm.distributed.multihost import is_main
 from jaxrl_llm.learner.train_state import TrainState
 from jaxrl_llm.observability.console import number
+from jaxrl_llm.observability.jsonl import read_jsonl
 from jaxrl_llm.observability.names import WATCHED
 from jaxrl_llm.program.stage import States
 from jaxrl_llm.supervision.listener import Listener, Wish
@@ -51,6 +53,13 @@ class Event:
             f"alarm {self.name} ({self.action}) at step {self.step}: {self.metric} "
             f"{number(self.value)}, threshold {number(self.threshold)}; look at {self.look_at}"
         )
+
+
+def alarms_after(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of events.jsonl of steps after `step`."""
+    file = run_dir / EVENTS
+    lines = read_jsonl([file], key=STEP) if file.exists() else ()
+    return [line for line in lines if line[STEP] > step]
 
 
 # ------------------------------------------------------------------------- watchers

@@ -8,7 +8,7 @@ import contextlib
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -27,7 +27,7 @@ from jaxrl_llm.checkpoint.layout import (
 from jaxrl_llm.config import Config, ConfigError, from_json, run_folder, to_json
 from jaxrl_llm.distributed.multihost import gather_objects, is_main
 from jaxrl_llm.observability.jsonl import GLOBAL_STEP, read_jsonl
-from jaxrl_llm.supervision.run_lock import hold
+from jaxrl_llm.supervision.run_lock import RunLock, hold
 from jaxrl_llm.whole_files import write_whole
 
 CONFIG = "config.json"
@@ -93,6 +93,18 @@ class RunFolder:
     given: Path  # as the config has it, for messages
     latest_step: int | None  # step of the newest complete checkpoint; None without one
     config_text: str  # config of this process, as JSON
+    lock: RunLock
+
+    def changes(self) -> dict[str, list[Any]]:
+        """The keys that differ from the start before, each with the value there and the one now."""
+        try:
+            stored = _with_new_keys(json.loads((self.path / CONFIG).read_text()))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return {
+            key: [None if value is ABSENT else value for value in values]
+            for key, *values in _differences("", stored, json.loads(self.config_text))
+        }
 
     def write_config(self) -> None:
         """Store the config, on the main process. It is the one that later starts compare with."""
@@ -119,10 +131,13 @@ class RunFolder:
 
 
 @contextmanager
-def open_run_folder(config: Config) -> Iterator[RunFolder]:
+def open_run_folder(
+    config: Config, end_process: Callable[[int], object] | None = None
+) -> Iterator[RunFolder]:
     """The folder of `config`, made if need be, for this run alone until the block ends.
 
     Every process must call it. The main one locks and checks, and all of them raise its error.
+    `end_process` (os._exit) ends this one where another run takes the folder.
 
     Raises: ConfigError when another process uses the folder, when it holds a run with another
         config, or when it cannot be written. Nothing in the folder is changed then. Also when the
@@ -130,7 +145,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
     """
     given = run_folder(config)
     path = given.absolute()
-    text, error, latest = to_json(config), "", None
+    text, error, latest, lock = to_json(config), "", None, RunLock()
     own = _what_runs(config, text)
     # A config of each process would be a large message, so it is sent where digests differ alone.
     if len(set(gather_objects(_digest(own), "a digest of what runs"))) > 1:
@@ -139,7 +154,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         if is_main():
             try:
                 _make(path)
-                stack.enter_context(hold(path, free_folder(path)))
+                stack.enter_context(hold(path, lock, free_folder(path), end_process))
                 latest = _latest_step(path)
                 _check_no_model(given, latest)
                 _check_config(given, json.loads(text), latest)
@@ -150,7 +165,7 @@ def open_run_folder(config: Config) -> Iterator[RunFolder]:
         error, latest = gather_objects([error, latest])[0]
         if error:
             raise ConfigError(error)
-        yield RunFolder(path=path, given=given, latest_step=latest, config_text=text)
+        yield RunFolder(path=path, given=given, latest_step=latest, config_text=text, lock=lock)
 
 
 def _what_runs(config: Config, text: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's `--signal=USR1@300`)
 all ask for the same. A second signal ends the run at once. So does a reward function that still
-runs WAIT_S after the request: it could hold up the end for minutes.
+runs WAIT_S after the request, or a disk that is still full. Each could hold up the end for minutes.
 A run that ended at once goes on from its last checkpoint. While a run starts, or compiles programs
 before its next step, the first signal ends it at once: nothing is lost.
 """
@@ -96,8 +96,8 @@ def stop_requests(
                 closed.set()
                 raise EndedAtOnce(
                     f"ended inside a step: {wait_s:g} s after {received[0]} a reward function "
-                    "or a tool was still running; the same command goes on from the last "
-                    "checkpoint"
+                    "or a tool was still running, or a save waited for room on the disk; the same "
+                    "command goes on from the last checkpoint"
                 )
             return
         received.append(signal.Signals(number).name)

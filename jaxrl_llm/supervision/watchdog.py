@@ -120,6 +120,9 @@ def _behind(places: Mapping[int, Place]) -> list[int]:
 class Watch:
     """Hears from a training where it stands, and logs it. This one does not watch."""
 
+    # Notes that the watchdog ends the run, and after which step; on the main process.
+    note_end: Callable[[str, int], object] | None = None
+
     def enter(self, stage: str, step: int | None = None, *, learn: bool = True) -> None:
         """A stage begins, and the one before ends. Its time is not learnt with `learn=False`."""
         if step is not None:
@@ -269,6 +272,9 @@ class Watchdog(Watch):
                 faulthandler.dump_traceback(file)
         with contextlib.suppress(OSError):
             self._write(f"ended-{self._process}.txt", message)
+        with contextlib.suppress(OSError, ValueError):
+            if self.note_end is not None:
+                self.note_end(f"ended by the watchdog: {why}", max(self._step - 1, 0))
         if self._count > 1:
             time.sleep(OTHERS_S)
         self._end_process(STALLED)

@@ -21,7 +21,7 @@ def train(
     `callbacks` are called after each step, and may end the run.
     `end_process` (os._exit) lets the watchdog end this process when a step hangs.
     """
-    with open_run_folder(config) as folder:
+    with open_run_folder(config, end_process) as folder:
         if folder.is_finished(config):
             return finished_summary(folder, config)
         with (

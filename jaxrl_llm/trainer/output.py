@@ -45,6 +45,7 @@ from jaxrl_llm.report.refresher import ReportRefresher
 from jaxrl_llm.supervision.alarms import EVENTS, STEP, Event
 from jaxrl_llm.supervision.callbacks import Callbacks, Sample
 from jaxrl_llm.supervision.signals import send_to_null
+from jaxrl_llm.supervision.starts import STARTS
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.trainer.shown_settings import settings_line
 from jaxrl_llm.typed_records.tree import described
@@ -578,6 +579,7 @@ def summary_lines(summary: Summary, config: Config) -> list[str]:
         f"  checkpoint      {summary.checkpoint}",
         f"  metrics         {run_dir / 'metrics.jsonl'}",
         f"  alarms          {run_dir / EVENTS}",
+        f"  starts          {run_dir / STARTS}",
     ]
     if config.log.report:
         lines.append(f"  report          {run_dir / 'report.html'}")

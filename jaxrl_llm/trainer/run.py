@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from jaxrl_llm.checkpoint import digests, layout, manager
@@ -30,16 +31,24 @@ from jaxrl_llm.plan.plan import AHEAD, Plan
 from jaxrl_llm.program.ahead import compiles
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
 from jaxrl_llm.program.stage import States
-from jaxrl_llm.supervision.alarms import AlarmBell, Alarms
+from jaxrl_llm.supervision.alarms import AlarmBell, Alarms, alarms_after
 from jaxrl_llm.supervision.callbacks import Callback, Callbacks
 from jaxrl_llm.supervision.communication_report import CommunicationReport
 from jaxrl_llm.supervision.deadline import Deadline, StopRequest, read_deadline
-from jaxrl_llm.supervision.disk_space import bytes_of, check_space
+from jaxrl_llm.supervision.disk_space import (
+    bytes_of,
+    check_space,
+    check_writable,
+    until_there_is_room,
+    wait_for_space,
+)
 from jaxrl_llm.supervision.listener import Listener
 from jaxrl_llm.supervision.masked_steps import MOST_STEPS, MaskedSteps
 from jaxrl_llm.supervision.profiling import StepProfiler
 from jaxrl_llm.supervision.run_folder import RunFolder, a_run, has_steps
+from jaxrl_llm.supervision.run_lock import RunLock
 from jaxrl_llm.supervision.signals import stop_requests
+from jaxrl_llm.supervision.starts import Starts
 from jaxrl_llm.supervision.watchdog import END, EndProcess, Watch
 from jaxrl_llm.tokenizer import Tokenizer, set_chat_variables
 from jaxrl_llm.trainer.batches import (
@@ -57,6 +66,7 @@ from jaxrl_llm.trainer.output import (
     Summary,
     about,
     about_lines,
+    devices_line,
     write_about,
 )
 from jaxrl_llm.trainer.shown_settings import warnings_of_run
@@ -98,8 +108,11 @@ class Run:
     watch: Watch
     started: float
     bell: AlarmBell
+    lock: RunLock
     callbacks: Callbacks
     compilations: CompileCounter
+    starts: Starts
+    ended: str = ""  # end of this start in words
     totals: RunTotals = field(default_factory=RunTotals)
     _own: Training | None = None
     _kept: int = 0  # step up to which nothing is lost
@@ -191,7 +204,7 @@ class Run:
         early = own.step < own.total_steps
         alarmed = early and self.bell in own.stopped_by
         called_off = early and self.callbacks in own.stopped_by and not alarmed
-        return Summary(
+        summary = Summary(
             run_dir=self.run_dir,
             step=own.step,
             totals=self.totals,
@@ -202,6 +215,18 @@ class Run:
             reason=self.callbacks.reason,
             checkpoint=self.checkpoints.path(own.step),
         )
+        self.ended = summary.state
+        return summary
+
+    def ends(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write how this start ended, on the main process."""
+        how = self.ended if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        self.starts.end(how, self._own.step if self._own else self.resume_step or 0)
 
     def _training(self, states: States, step: int) -> Training:
         """The run's own steps, from `step` on."""
@@ -251,6 +276,7 @@ class Run:
             ),
             MaskedSteps(most=min(MOST_STEPS, config.total_steps)),
             Progress(batches=batches, totals=self.totals, compared=self.checkpoints.compared),
+            self.lock,
             self.callbacks,
             self.bell,
             Deadline(
@@ -297,8 +323,18 @@ class Run:
         loop_state[layout.FROZEN] = self._frozen
         items = to_items(states, self._apart)
         self.output.flush()
+        self.watch.enter("disk space", learn=False)
+        wait_for_space(self.run_dir, bytes_of(items), self.output.message)
         self.watch.enter("save")
-        self.checkpoints.save(step, items, loop_state, metrics)
+        own = self._own
+        assert own is not None
+
+        def save() -> None:
+            self.checkpoints.save(step, items, loop_state, metrics)
+            if step == own.total_steps or own.stopped:
+                self.checkpoints.wait()  # after the last save nobody waits for room
+
+        until_there_is_room(save, self.output.message)
         if self.data.turns is not None:
             self.data.turns.saved(step)
         self._kept = step
@@ -422,6 +458,7 @@ def open_run(
             supervised = open_supervised(plan, tokenizer, data.validator, run_dir)
         resume_step = None if resume is None else _loop_state(resume)[0]  # every process reads it
         begins_again = is_main() and resume is None and has_steps(run_dir)
+        undone = alarms_after(run_dir, resume_step or 0) if is_main() else []
         called = Callbacks(functions=callbacks, run_dir=run_dir, total_steps=config.total_steps)
         output = stack.enter_context(
             RunOutput(
@@ -435,6 +472,7 @@ def open_run(
         )
         watch = watch or Watch()
         stack.callback(watch.enter, END, learn=False)
+        changed = folder.changes()
         folder.write_config()
         if differs:
             output.message(differs)
@@ -460,10 +498,24 @@ def open_run(
             stack=stack,
             watch=watch,
             started=started,
+            lock=folder.lock,
             bell=AlarmBell(alarms=Alarms(config=config.alarms), write=output.event),
             callbacks=called,
             compilations=compilations,
+            starts=Starts(folder=run_dir),
         )
+        if is_main():
+            last = run.starts.begin(
+                step=resume_step or 0,
+                config_text=folder.config_text,
+                changed=changed,
+                devices=devices_line(plan),
+                undone=undone,
+            )
+            stack.push(run.ends)
+            watch.note_end = run.starts.end
+            if last:
+                output.message(f"start {run.starts.number} of this run; the last one ended: {last}")
         # A warm-up is kept by the save before the first step.
         run._kept = -2 if supervised else resume_step or 0
         opened.append(run)
@@ -475,6 +527,8 @@ def open_run(
 
 def open_checkpoints(config: Config, run_dir: Path, best_metric: str) -> CheckpointManager:
     """The run's checkpoints; ConfigError when `resume` and the folder contradict each other."""
+    if is_main():
+        check_writable(run_dir / layout.CHECKPOINTS)
     checkpoints = CheckpointManager(
         run_dir / layout.CHECKPOINTS,
         keep_latest=config.checkpoint.keep_latest,

@@ -8,6 +8,7 @@ import pytest
 from in_process import launch_here
 from tiny_run import REPOSITORY, TinyRun, assert_same_bits
 
+from jaxrl_llm.supervision.starts import read_starts
 from jaxrl_llm.supervision.watchdog import STALLED
 
 LAUNCH = [sys.executable, "-m", "jaxrl_llm.launch.local"]
@@ -22,12 +23,17 @@ from pathlib import Path
 from jaxrl_llm.config import WatchdogConfig
 from jaxrl_llm.distributed import multihost
 from jaxrl_llm.launch.runtime import join_processes, prepare
+from jaxrl_llm.supervision.starts import Starts
 from jaxrl_llm.supervision.watchdog import open_watch
 
 prepare()
 join_processes()
 settings = WatchdogConfig(floor_minutes=2 / 60)
 with open_watch(settings, Path(sys.argv[1]), os._exit) as watch:
+    if multihost.is_main():
+        starts = Starts(folder=Path(sys.argv[1]))
+        starts.begin(step=0, config_text="{}", changed={}, devices="", undone=[])
+        watch.note_end = starts.end
     for step in range(1, 5):
         watch.enter("grade", step)
         if step == 4 and os.environ["JAXRL_PROCESS_ID"] == "1":
@@ -44,10 +50,12 @@ def test_a_process_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
     assert found.returncode == STALLED, found.stderr
     assert time.monotonic() - started < 30
     assert "process 1 lags: it is in step 4, stage grade" in found.stderr
-    for process, where in ((0, "in barrier"), (1, 'program.py", line 16 in <module>')):
+    for process, where in ((0, "in barrier"), (1, 'program.py", line 21 in <module>')):
         stacks = (tmp_path / f"stacks-{process}.txt").read_text()
         assert where in stacks and where in found.stderr
     assert "process 0 lags" not in found.stderr
+    (start,) = read_starts(tmp_path)
+    assert start["end"].startswith("ended by the watchdog: process ") and start["end_step"] == 3
 
 
 COORDINATOR = 0
@@ -115,6 +123,8 @@ def test_a_fault_in_one_of_several(
     run, output = faulty_run(tmp_path, fault, faulty, processes)
     assert text.replace("FAULTY", str(faulty)) in output
     assert output.count("; restart ") == (0 if fault == "slow" else 1), output
+    (first, *_), watched = read_starts(run.run_dir), text.startswith("process FAULTY lags")
+    assert first.get("end", "").startswith("ended by the watchdog: ") == watched
     has_the_bits(run, whole)
 
 

@@ -20,8 +20,9 @@ from jaxrl_llm.config import (
     SupervisedConfig,
     to_json,
 )
-from jaxrl_llm.supervision import run_folder
+from jaxrl_llm.supervision import run_folder, run_lock
 from jaxrl_llm.supervision.run_folder import differing_keys, open_run_folder
+from jaxrl_llm.supervision.run_lock import LOCK
 
 
 def config_in(folder: Path, **changes) -> Config:
@@ -72,6 +73,7 @@ def test_another_config_is_refused_and_nothing_is_changed(tmp_path):
     assert "total_steps" not in message
     assert f"--config.run_dir={folder}-2\n" in message
     assert (folder / "config.json").read_bytes() == stored
+    assert not (folder / LOCK).exists()
     (tmp_path / "run-2").mkdir()
     assert f"--config.run_dir={folder}-3" in refusal(changed)
 
@@ -192,7 +194,7 @@ def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path, monkeypatch):
     def denied(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(run_folder, "hold", denied)
+    monkeypatch.setattr(run_lock, "_acquire", denied)
     message = refusal(config_in(tmp_path / "run"))
     assert "Permission denied" in message and "--config.run_dir" in message
 

@@ -5,12 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pieces import Pieces
-from test_generation import assert_same_tokens, prompts, run
+from test_generation import P, assert_same_tokens, model, prompts, run
+from tiny_models import CONFIGS as TINY
 
 from jaxrl_llm.generation.drafts import LONGEST, SHORTEST, Drafting, find_drafts, recorded
+from jaxrl_llm.generation.in_graph import InGraphTurns
 from jaxrl_llm.generation.sampler import SamplingParams
+from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.generation.sizes import engine_sizes, most_drafts
 from jaxrl_llm.generation.slots import DraftRecord, Slots
 from jaxrl_llm.generation.stop_strings import stop_strings
+from jaxrl_llm.generation.tail import SHORTEST_RESPONSE
 
 R, GROUP, DRAFTS = 40, 4, 5
 
@@ -106,6 +111,23 @@ def test_a_text_that_repeats_itself_takes_few_steps():
     assert_same_tokens(drafted, plain)
     assert plain.steps == R and drafted.steps < R / 2
     assert drafted.drafts_accepted == R - drafted.steps
+
+
+def test_drafts_need_a_tail_of_few_slots_and_no_recurrent_state():
+    def of(config, slots, response=SHORTEST_RESPONSE, **how):
+        sampling = SamplingParams(max_new_tokens=response)
+        settings = GenerationSettings(sampling=sampling, num_slots=slots, drafts=7, **how)
+        rows = jax.ShapeDtypeStruct((slots, P), jnp.int32)
+        sizes = engine_sizes(settings, rows, "xla")
+        return sizes.tails, most_drafts(settings, config, sizes)
+
+    config, hybrid = model()[0].config, TINY["qwen3_5"]
+    assert of(config, 512) == ((384, 256, 160, 64), 7)
+    assert of(config, 8) == ((8,), 7)
+    assert of(config, 8, SHORTEST_RESPONSE - 1) == ((), 0)
+    assert of(config, 1024, tail_slots=(512,)) == ((512,), 0)
+    assert of(hybrid, 512)[1] == 0
+    assert of(config, 512, turns=InGraphTurns(environment=None))[1] == 0
 
 
 def test_drafts_that_save_nothing_pause():

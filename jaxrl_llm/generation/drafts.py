@@ -1,9 +1,10 @@
 """Draft tokens: free slots of a tail check tokens that live samples may draw next.
 
 A decode step of a tail computes all its slots, also the free ones. So each of them can read a draft
-token of a live sample at no cost of its own. A draft comes from the sample's own text and from the
-responses of its group: what followed there on the tokens that the sample ends in (prompt lookup
-decoding; DAS, arXiv:2511.13841). No second model is needed.
+token of a live sample. Only attention takes longer: it reads the sample's entries once more. A
+draft comes from the sample's own text and from the responses of its group: what followed there on
+the tokens that the sample ends in (prompt lookup decoding; DAS, arXiv:2511.13841). No second model
+is needed.
 
 The noise of a token is keyed by its place. So the token after a draft is drawn as in a step of its
 own, and a draft is accepted where it equals the token that was drawn before it. Decoding one token
@@ -29,8 +30,9 @@ from jaxrl_llm.generation.slots import DraftRecord, Slots, State
 # A draft follows at least SHORTEST equal tokens, and a sample gets as many drafts as tokens are
 # equal. More than LONGEST equal tokens count as LONGEST.
 SHORTEST, LONGEST = 1, 8
-# A step with drafts takes some 10 % longer. So it saves time if one accepted draft comes on ENOUGH
-# live slots. PATIENCE steps in a row may save none before pauses begin: 1, 3, 7, then 15 steps.
+# A step with drafts launches a dozen kernels more, and one a layer. We assume that it saves time if
+# one accepted draft comes on ENOUGH live slots; no GPU has timed it yet. PATIENCE steps in a row
+# may save none before pauses begin: 1, 3, 7, then 15 steps.
 ENOUGH, PATIENCE, MOST = 8, 2, 6
 LENGTH_BITS, OWN_BIT = 27, 26  # bits of a candidate's number: equal tokens, own text, then place
 

@@ -489,8 +489,18 @@ def _copied(tensor: StoredTensor) -> LazyTensor:
 
 
 def _fetch(value: Any) -> np.ndarray:
-    """The whole array on the host. `value` keeps no copy of it."""
-    return multihost.fetch(second_array(value))
+    """The whole array on the host. `value` keeps no copy of it.
+
+    Shards are read one by one: jax 0.12 keeps a copy of an array of several shards until Python
+    collects garbage.
+    """
+    if not isinstance(value, jax.Array) or not value.is_fully_addressable:
+        return multihost.fetch(second_array(value))
+    whole = np.empty(value.shape, value.dtype)
+    for shard in value.addressable_shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = multihost.fetch(second_array(shard.data))
+    return whole
 
 
 def _check_tokenizer_source(source: str | Path | Tokenizer, directory: Path) -> Path | Tokenizer:

@@ -106,6 +106,8 @@ class Generation(Case):
     ) -> None:
         self.shape, self.name = shape, f"{work.name}_drafts_{drafts}" if drafts else work.name
         self.drafts = drafts
+        self.offered: jax.Array | None = None
+        self.accepted: jax.Array | None = None
         self.work, self.config, self.weights = work, config, weights
         self.layout, self.mesh = layout, layout.mesh
         self.spec = weights.spec

@@ -6,7 +6,7 @@ A maze has 5 x 5 cells. Each of 20 turns is a move, U, D, L or R. An observation
 goal and the moves that are open: `b3>e5 UDL`. A supervised warm-up on random walks teaches the
 format. The reward is 1 at the goal. GiGPO (Feng et al. 2025, https://arxiv.org/abs/2505.10978)
 also compares the moves that a group made in the same cell. The environment runs inside the program
-that samples and learns. docs/agents.md has the curves.
+that samples and learns.
 """
 
 from dataclasses import replace

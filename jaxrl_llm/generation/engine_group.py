@@ -90,25 +90,34 @@ class EngineGroup:
             self._threads.shutdown()
 
 
-def replicas_here(layout: Layout) -> list[Layout]:
-    """The layout of each replica whose devices belong to this process, in their order.
-
-    Requires: the devices of a replica belong to one process.
-    """
+def replicas_of(layout: Layout) -> list[Layout]:
+    """The layout of each replica, of all processes, in their order."""
     mesh, rows = layout.mesh, layout.axes("batch")
     names = (*rows, *(axis for axis in mesh.axis_names if axis not in rows))
     order = [mesh.axis_names.index(axis) for axis in names]
     sizes = [mesh.shape[axis] for axis in names]
     groups = mesh.devices.transpose(order).reshape(-1, *sizes[len(rows) :])
-    here = jax.process_index()
     return [
         Layout(
             Mesh(group.reshape([1] * len(rows) + sizes[len(rows) :]), names),
             layout.rules,
         )
         for group in groups
-        if group.flat[0].process_index == here
     ]
+
+
+def processes_of(replica: Layout) -> set[int]:
+    """The processes that hold the devices of a replica."""
+    return {device.process_index for device in replica.mesh.devices.flat}
+
+
+def replicas_here(layout: Layout) -> list[Layout]:
+    """The replicas of this process.
+
+    Requires: the devices of a replica belong to one process.
+    """
+    here = {jax.process_index()}
+    return [replica for replica in replicas_of(layout) if processes_of(replica) == here]
 
 
 def engines_on(

@@ -17,7 +17,7 @@ Shape letters: see calls.py.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.layout import Layout
 from jaxrl_llm.generation.calls import (
@@ -39,7 +39,7 @@ from jaxrl_llm.generation.calls import (
     extend,
 )
 from jaxrl_llm.generation.engine import compiler_options, generation_form, split_of
-from jaxrl_llm.generation.kv_cache import cache_specs, init_cache
+from jaxrl_llm.generation.kv_cache import Cache, HeadAxes, cache_specs, init_cache
 from jaxrl_llm.generation.page_pool import Key, PagePool
 from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.sequence import Beginning, Sampling, Sequence
@@ -49,7 +49,7 @@ from jaxrl_llm.kernels.decode_attention.pipeline import block_entries
 from jaxrl_llm.kernels.flash_attention import Implementation
 from jaxrl_llm.kernels.float8 import FLOAT8
 from jaxrl_llm.kernels.hopper import on_gpu
-from jaxrl_llm.models.base import ModelSpec, bind
+from jaxrl_llm.models.base import ModelConfig, ModelSpec, bind
 
 # Given ids up to this number are decoded one a step, with others that decode. More are computed at
 # once (docs/engine.md has the times).
@@ -135,8 +135,7 @@ class Engine:
         self._reads_equal = self._extends and not settings.record_routes
         # A state stays in its slot, so a sequence keeps the slot until it ends.
         self._free_slots = list(range(self._slots)) if config.delta is not None else None
-        self._cache = init_cache(
-            config,
+        sizes: dict[str, Any] = dict(
             num_prompts=settings.num_beginnings + 1 if settings.num_beginnings else 1,
             prompt_length=max(settings.beginning_tokens, 1),
             num_pages=number,
@@ -148,10 +147,11 @@ class Engine:
         # On the devices of the weights from the first call on, or each program is compiled twice.
         place = jax.tree.leaves(self.params)[0].sharding
         if isinstance(place, NamedSharding):
-            mesh = place.mesh
-            specs = PartitionSpec() if heads is None else cache_specs(self._cache, heads)
-            place = jax.tree.map(partial(NamedSharding, mesh), specs)
-        self._cache = jax.device_put(self._cache, place)
+            place = NamedSharding(place.mesh, PartitionSpec())
+        if self.layout is None or heads is None:
+            self._cache = jax.device_put(init_cache(config, **sizes), place)
+        else:
+            self._cache = _split_cache(self.layout.mesh, heads, config, tuple(sizes.items()))()
         self._how = CallSettings(
             sampling=replace(
                 settings.sampling or SamplingParams(max_new_tokens=settings.max_context),
@@ -585,6 +585,16 @@ class Engine:
         sequence.status = "waiting"
         del self._running[sequence]
         self._waiting.add(sequence)
+
+
+@functools.cache
+def _split_cache(
+    mesh: Mesh, heads: HeadAxes, config: ModelConfig, sizes: tuple[tuple[str, Any], ...]
+) -> Callable[[], Cache]:
+    """A program that makes an empty cache in parts: no device has memory for all of them."""
+    make = partial(init_cache, config, **dict(sizes))
+    specs = cache_specs(jax.eval_shape(make), heads)
+    return jax.jit(make, out_shardings=jax.tree.map(partial(NamedSharding, mesh), specs))
 
 
 def _in_slots(live: Seq[Sequence]) -> list[Sequence | None]:

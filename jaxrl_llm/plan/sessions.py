@@ -15,7 +15,13 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.generation.engine import generation_form
-from jaxrl_llm.generation.engine_group import EngineGroup, engines_on, replicas_here
+from jaxrl_llm.generation.engine_group import (
+    EngineGroup,
+    engines_on,
+    processes_of,
+    replicas_here,
+    replicas_of,
+)
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.session import EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings, Quantization
@@ -198,12 +204,10 @@ def write_answer(
 
 def check_sessions(sampler: Role, keys: str) -> None:
     """Raises: ConfigError for what sessions do not go with. `keys` are what needs them."""
-    hosts = {
-        len({device.process_index for device in replica.mesh.devices.flat})
-        for replica in replicas_here(sampler.generation)
-    }
+    # Of all replicas, so that every process refuses the run.
+    is_apart = any(len(processes_of(x)) > 1 for x in replicas_of(sampler.generation))
     refused = {
-        "config.mesh.generation.tensor over several processes": max(hosts, default=1) > 1,
+        "config.mesh.generation.tensor over several processes": is_apart,
         "config.exact=strict": sampler.forward.strict is not None,
     }
     for key, is_set in refused.items():

@@ -88,6 +88,9 @@ def test_replicas_that_share_heads(model, sizes):
     settings = replace(settings, in_generation_form=True)  # heads that are split are not merged
     engines = engines_on(spec, jax.device_put(params, places), settings, replicas)
     assert {x.layout is not None for x in engines.engines} == {True}
+    by_heads = [x for x in jax.tree.leaves(engines.engines[0]._cache) if x.ndim == 5]
+    whole = layout.size("kv_heads") == 1 or spec.config.latent is not None
+    assert by_heads and all(x.sharding.is_fully_replicated == whole for x in by_heads)
     split = converse(engines)
     assert split.keys() == alone.keys()
     for key, sequence in split.items():

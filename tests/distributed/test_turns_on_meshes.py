@@ -99,3 +99,10 @@ def test_two_processes_give_the_samples_of_one(tmp_path, one):
     assert {p.name for p in (run.run_dir / "observations").iterdir()} == {"process0", "process1"}
     lines = [*(run.run_dir / "observations").glob("process1/step_2.jsonl")]
     assert lines and lines[0].stat().st_size
+
+
+def test_heads_that_two_processes_share_are_refused_in_both(tmp_path):
+    """One that went on would wait for the other."""
+    run = run_of(tmp_path / "run")
+    output = run.finish("--config.mesh.tensor=2", launcher=[*PROCESSES, TRAIN], code=2)
+    assert output.count("config.mesh.generation.tensor over several processes") >= 2

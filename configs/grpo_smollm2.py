@@ -17,8 +17,12 @@ from jaxrl_llm.configs.ppo_smollm2 import get_config as ppo_config
 
 def get_config() -> c.Config:
     """The run; every value can be overridden on the command line."""
+    base = ppo_config()
     return replace(
-        ppo_config(),
+        base,
         name="grpo_smollm2",
+        actor=replace(
+            base.actor, shuffle=True, optimizer=replace(base.actor.optimizer, weight_decay=0.0)
+        ),
         algorithm=c.GRPO(use_kl_loss=False, clip_high=0.28, entropy_coef=0.01),
     )

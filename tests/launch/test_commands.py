@@ -91,7 +91,6 @@ def test_bash_completes_commands_flags_configs_and_keys(tmp_path):
         "grpo_pretrained",
         "grpo_smollm2",
         "grpo_smollm2_moe",
-        "grpo_smollm2_retry",
         "grpo_smollm2_trl",
         "grpo_vision",
     ]

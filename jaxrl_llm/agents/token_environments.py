@@ -106,7 +106,7 @@ class TokenGuess:
         self._hint: Hint = hint
         self._tokenizer = tokenizer
         self._characters = Characters(tokenizer)
-        self._hints = table(tokenizer, HINTS.get(hint, "-\n"))
+        self._hints = table(tokenizer, ("-", "\n") if hint == "range" else HINTS[hint])
         self._digit_ids = np.array(tokenizer.encode(DIGITS), np.int32)
 
     def begin(self, ground_truth: Any = None, group_seed: int = 0) -> tuple[list[int], list[int]]:

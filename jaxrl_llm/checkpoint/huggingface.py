@@ -494,7 +494,8 @@ def _fetch(value: Any) -> np.ndarray:
     Shards are read one by one: jax 0.12 keeps a copy of an array of several shards until Python
     collects garbage.
     """
-    if not isinstance(value, jax.Array) or not value.is_fully_addressable:
+    is_split = isinstance(value, jax.Array) and not value.is_fully_replicated
+    if not is_split or not value.is_fully_addressable:
         return multihost.fetch(second_array(value))
     whole = np.empty(value.shape, value.dtype)
     for shard in value.addressable_shards:

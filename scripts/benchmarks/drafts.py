@@ -21,6 +21,7 @@ Flags:
   --texts=FILE         where to write the tokens of the last rollout, as JSON
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -49,15 +50,10 @@ FLAGS = {
 
 def flags_of(argv: list[str]) -> dict[str, str]:
     """The flags and their defaults; SystemExit for an unknown one."""
-    flags = dict(FLAGS)
-    for word in argv:
-        name, _, value = word.removeprefix("--").partition("=")
-        if name not in flags:
-            raise SystemExit(f"unknown flag {word}; the flags are {', '.join(FLAGS)}")
-        flags[name] = value
-    if not flags["model"]:
-        raise SystemExit("give a Hugging Face folder: --model=FOLDER")
-    return flags
+    parser = argparse.ArgumentParser(usage=__doc__)
+    for name, default in FLAGS.items():
+        parser.add_argument(f"--{name}", default=default, required=name == "model")
+    return vars(parser.parse_args(argv))
 
 
 def say(**values: Any) -> None:
@@ -65,7 +61,7 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-LINES = 12  # of a list before the model goes on
+LINES = 12  # lines of a list before the model goes on
 
 
 def list_prompt(rng: np.random.Generator, number: int, tokenizer: Any) -> str:

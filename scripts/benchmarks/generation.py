@@ -349,7 +349,7 @@ def generation_cases(options: Options) -> Sequence[Case]:
             form="separate" if layout.size("mlp") > 1 else "merged",
         )
         # With `rollout.drafts`, each workload is also measured without.
-        drafts = tuple({0, config.rollout.drafts})
+        drafts = sorted({0, config.rollout.drafts})
         runs = [(one, n) for one in work for n in drafts if not (n and one.prefill)]
         weights = Weights(spec, config, layout, len(runs))
         for one, number in runs:

@@ -330,7 +330,7 @@ class Turns(SessionCase):
         long_enough = TURNS * (self.TURN_S + (self.latency or 0))
         while len(self.ended) < 4 or time.perf_counter() < begun + long_enough * (self.window > 1):
             self.serve()
-        return self.agree(self.ended[-4:])
+        return self.agree(self.ended)
 
     def run(self) -> list[Sampled]:
         begun, steps, sampled = time.perf_counter(), self.engine.num_steps, 0

@@ -39,17 +39,16 @@ class Listener:
             timeout_graceful_shutdown=LAST_S,
         )
         self._server = uvicorn.Server(config)
-        sockets = {"sockets": [self._socket]}
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs=sockets, name="server", daemon=True
-        )
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a program may forget it
 
     def wait(self) -> None:
         """Wait until the server ends; Ctrl-C is raised here."""
-        while self._thread.is_alive():
-            self._thread.join(1.0)  # a join without a limit would hold Ctrl-C back
+        # Not by `join`: until Python 3.13 a join that Ctrl-C ends counts the thread as ended.
+        while not self._ended.wait(1.0):  # a wait without a limit would hold Ctrl-C back
+            pass
 
     def close(self) -> None:
         """End the server. Open answers have a few seconds."""
@@ -57,6 +56,12 @@ class Listener:
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run([self._socket])
+        finally:
+            self._ended.set()
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -202,3 +203,17 @@ def test_the_command(folder, model):
     assert reply.choices[0].text == answer.text
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
+
+
+def test_it_serves_after_ctrl_c_and_ends_with_close(model):
+    """Until Python 3.13 a `join` that Ctrl-C ends counts the thread as ended; `close` did not wait."""
+    with model.serve(port=0) as server:
+        timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            server.wait()
+        client = openai.OpenAI(base_url=server.url, api_key="none")
+        assert client.models.list().data[0].id == model.name
+        threads = {thread for thread in threading.enumerate() if thread.name == "server"}
+        server.close()
+        assert len(threads - {*threading.enumerate()}) == 1

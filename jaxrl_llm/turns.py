@@ -237,8 +237,13 @@ class Turns:
         """The place in a text where its last message begins, behind the generation prompt."""
         if not index:
             return self._first_start(text)
-        before = self._render(messages[:index], prompt=True)
-        return len(before) if text.startswith(before) else self._after_header(messages, index)
+        # An answer may make the template drop the thinking of calls before it, as in gpt-oss.
+        earlier = [_without_thinking(message) for message in messages[:index]]
+        for given in (messages[:index], earlier):
+            before = self._render(given, prompt=True)
+            if text.startswith(before):
+                return len(before)
+        return self._after_header(messages, index)
 
     def _first_start(self, text: str) -> int:
         """The place where a first message begins: behind the header of a dummy turn."""
@@ -476,6 +481,11 @@ class Turns:
     def _tool_name(self) -> str:
         first = self._tools[0] if self._tools else {}
         return _name_of(first) if isinstance(first, Mapping) else DUMMY
+
+
+def _without_thinking(message: Message) -> Message:
+    dropped = (*THINKING, "content") if message.get("tool_calls") else THINKING
+    return {key: part for key, part in message.items() if key not in dropped}
 
 
 def _shaped(message: Message, form: _Form) -> Message:

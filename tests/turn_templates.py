@@ -89,9 +89,15 @@ GLM = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-# gpt-oss: the last answer ends with another token than those before it; thinking is dropped.
+# gpt-oss: the last answer ends with another token than those before it; thinking is dropped, that
+# before a call once there is an answer.
 GPT_OSS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set answered = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}"
+    "{% if m.thinking and not answered %}<|start|>assistant<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|>{% endif %}<|start|>assistant to={{ m.tool_calls[0].function.name }}"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}"
     "{% if loop.last and m.thinking %}<|start|>assistant<|channel|>analysis<|message|>"
     "{{ m.thinking }}<|end|>{% endif %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
     "{{ '<|return|>' if loop.last else '<|end|>' }}"

@@ -58,8 +58,8 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # All that a row of supervised or preference training is made of. Prompts keep every column.
 TRAINED_COLUMNS = (
     *dict.fromkeys(name for names in COLUMNS.values() for name in names),
-    *("tools", "chat_template_kwargs", "data_source", "margin"),
-    *MEDIA,
+    *("tools", "chat_template_kwargs", "enable_thinking", "system", *MEDIA),
+    *("data_source", "margin"),
 )
 PARTS = ("image", "image_url")  # types of content parts that hold an image
 STEP_SEPARATOR = "\n"  # text between the steps of a stepwise row, as in TRL
@@ -290,6 +290,8 @@ def _pair(row: Mapping[str, Any], kind: str) -> tuple[Any, list[_Content]]:
         return _split_common(chosen, rejected)
     prompt, _ = _text_or_messages(row["prompt"], "prompt")
     if isinstance(prompt, str) and isinstance(chosen[0], list) and isinstance(rejected[0], list):
+        if _asks(chosen[0], prompt) and _asks(rejected[0], prompt):
+            return _split_common(chosen, rejected)
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, str) or isinstance(chosen[0], str) or isinstance(rejected[0], str):
         return prompt, [chosen, rejected]
@@ -305,6 +307,12 @@ def _repeats(answer: list[dict[str, Any]], prompt: list[dict[str, Any]]) -> bool
     asked = [message for message in prompt if message["role"] != "system"]
     start = int(answer[0]["role"] == "system")
     return bool(asked) and answer[start : start + len(asked)] == asked
+
+
+def _asks(answer: list[dict[str, Any]], prompt: str) -> bool:
+    """True if an answer is a whole conversation in which the user asks the prompt."""
+    asked = (m.get("content", "").strip() for m in answer if m["role"] == "user")
+    return prompt.strip() in asked
 
 
 def _from(answer: _Content, start: int) -> _Content:
@@ -335,6 +343,8 @@ def _answered(
         raise ValueError("the completion has no assistant turn to learn from")
     if prompt[-1]["role"] == completion[0]["role"] == "assistant":
         raise ValueError("the prompt ends in a message of the assistant, and so begins the answer")
+    if prompt[-1]["role"] == "user" and completion[0]["role"] in ("system", "user"):
+        raise ValueError("the answer is a whole conversation that does not begin with the prompt")
     turns = _turns(row, tokenizer)
     places = [len(prompt) + i for i in learned]
     return turns.completion([*prompt, *completion], places, keep_thinking=keep_thinking)
@@ -490,6 +500,8 @@ def _messages(
             raise ValueError(f"{where} has no role")
         # Templates test whether a key is there.
         message = {key: part for key, part in message.items() if part is not None}
+        if message.get("function_call"):
+            raise ValueError(f"{where} has a function_call: write it as tool_calls")
         if _counts(message, where) and message["role"] == "assistant":
             learned.append(i)
         if isinstance(message.get("content"), list):
@@ -548,7 +560,9 @@ def _turns(row: Mapping[str, Any], tokenizer: Tokenizer) -> Turns:
     if variables is not None and not isinstance(variables, dict):
         kind = type(variables).__name__
         raise ValueError(f"column 'chat_template_kwargs' holds {kind}, not an object")
-    return tokenizer.turns(_tools(row), variables)
+    # verl has a column for this one. Arrow adds a null for each variable of another row.
+    named = {"enable_thinking": row.get("enable_thinking"), **(variables or {})}
+    return tokenizer.turns(_tools(row), {k: v for k, v in named.items() if v is not None} or None)
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:

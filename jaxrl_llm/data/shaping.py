@@ -20,8 +20,8 @@ class Shape:
 
     `chat` makes a message of a text prompt.
 
-    The system prompt goes before conversations that have none of their own. Without `prompt` and
-    `messages`, it goes before `chosen` and `rejected`.
+    The row's column `system`, else the system prompt, goes before conversations that have none of
+    their own. Without messages there, it goes before `chosen` and `rejected`.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -46,10 +46,13 @@ class Shape:
             shaped["prompt"] = [{"role": "user", "content": shaped["prompt"]}]
         if self.system_prompt:
             self._check_conversation(shaped)
-            names = [name for name in CONVERSATIONS if shaped.get(name) is not None]
+        system = shaped.get("system")  # of the row, as in ShareGPT's files
+        system = system if isinstance(system, str) and system else self.system_prompt
+        if system:
+            names = [name for name in CONVERSATIONS if _is_conversation(shaped.get(name))]
             for name in names or ANSWERS:
                 if _is_conversation(shaped.get(name)):
-                    shaped[name] = self._with_system(shaped[name])
+                    shaped[name] = _with_system(shaped[name], system)
         return shaped
 
     def _renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,11 +81,11 @@ class Shape:
                 "--config.data.prompt_style=chat, or --config.data.system_prompt="
             )
 
-    def _with_system(self, messages: list[Any]) -> list[Any]:
-        first = messages[0]
-        if isinstance(first, Mapping) and first.get("role") == "system":
-            return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+def _with_system(messages: list[Any], system: str) -> list[Any]:
+    first = messages[0]
+    starts = first.get("role", first.get("from")) if isinstance(first, Mapping) else None
+    return messages if starts == "system" else [{"role": "system", "content": system}, *messages]
 
 
 def _joined(theirs: str, row: Mapping[str, Any]) -> list[str]:

@@ -306,7 +306,8 @@ def memory(run: TinyRun, step: int) -> PriorityLoader:
     """The loader of a run's checkpoint; of its prompts only the number matters."""
     state = manager.restore(run.step_path(step), {})[1]["data"]
     found = loader(state["num_items"], batch_size=state["batch_size"])
-    found.set_state(state | {"items_digest": found.get_state()["items_digest"]})
+    own = found.get_state()
+    found.set_state(state | {name: own[name] for name in ("items_digest", "answers_digest")})
     return found
 
 

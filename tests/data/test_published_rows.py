@@ -111,6 +111,64 @@ def test_a_prompt_of_messages_with_which_both_answers_begin(chat, tmp_path):
     )
 
 
+BYE = {"role": "user", "content": "Bye"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before", "text"),
+    [("Hello ", [], ASKED), ("Bye", [USER, SURE], f"{ASKED}Sure.<|im_end|>\n")],
+)
+def test_whole_conversations_hold_their_prompt(prompt, before, text, chat, tmp_path):
+    """The prompt may be the last question, or lack a blank: it is not asked a second time."""
+    asked = [*before, BYE if before else USER]
+    row = {"prompt": prompt, "chosen": [*asked, SURE], "rejected": [*asked, NO]}
+    (pair,) = load_preferences(jsonl(tmp_path, [row]), chat, RULES).items
+    text += ASKED.replace("Hello", "Bye") if before else ""
+    assert marked(chat, pair.rejected) == f"{text}⟦No.<|im_end|>⟧"
+
+
+@pytest.mark.parametrize(
+    ("load", "row"),
+    [
+        (load_preferences, {"prompt": [BYE], "chosen": [USER, SURE], "rejected": [USER, NO]}),
+        (load_preferences, {"prompt": "Bye", "chosen": [USER, SURE], "rejected": [USER, NO]}),
+        (load_examples, {"prompt": [USER], "completion": [USER, SURE]}),
+    ],
+)
+def test_an_answer_that_asks_another_question_is_refused(load, row, chat, tmp_path):
+    with pytest.raises(ValueError, match="a whole conversation that does not begin with the promp"):
+        load(jsonl(tmp_path, [row]), chat, RULES)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, SURE]},
+        {"messages": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Sure."}]},
+        {"prompt": "Hello", "chosen": [USER, SURE], "rejected": [USER, NO]},
+    ],
+)
+def test_the_system_of_a_row(row, chat, tmp_path):
+    """ShareGPT's files have a column for it. A row's own counts before the run's."""
+    load = load_preferences if "chosen" in row else load_examples
+    for shape, own in (
+        (Shape(), "s"),
+        (Shape(system_prompt="x"), "s"),
+        (Shape(system_prompt="s"), ""),
+    ):
+        (item,) = load(
+            replace(jsonl(tmp_path, [row | {"system": own}]), shape=shape), chat, RULES
+        ).items
+        text = marked(chat, getattr(item, "chosen", item))
+        assert text.rstrip() == f"<|im_start|>system\ns<|im_end|>\n{ASKED}⟦Sure.<|im_end|>⟧"
+    (tmp_path / "own").mkdir()
+    said = {"from": "system", "value": "s"}
+    shaped = replace(
+        jsonl(tmp_path / "own", [{"messages": [said, USER, SURE]}]), shape=Shape(system_prompt="x")
+    )
+    assert learned(load_examples, shaped, chat)[0].count("system") == 1
+
+
 def test_gsm8k_as_verl_writes_it(chat, tmp_path):
     row = {
         "data_source": "openai/gsm8k",
@@ -324,6 +382,29 @@ def test_variables_of_the_template_in_a_row(value, chat, tmp_path):
     rows = [{"messages": [USER, SURE], "chat_template_kwargs": [1]}]
     with pytest.raises(ValueError, match="'chat_template_kwargs' holds list, not an object"):
         load_examples(jsonl(tmp_path, rows), chat, RULES)
+
+
+def test_variables_of_other_rows_are_no_variables_of_this_one(tmp_path):
+    """A struct of Arrow has a null for each. verl's files have a column for thinking."""
+    names = ("brief", "enable_thinking")
+    template = "".join(f"{{% if {n} is defined %}}{n}={{{{ {n} }}}} {{% endif %}}" for n in names)
+    tokenizer = open_tokenizer(tmp_path / "t", template + templates.CHATML, CHATML)
+    row = {"messages": [USER, SURE], "prompt": [USER], "enable_thinking": None}
+    rows = [row | {"chat_template_kwargs": {name: True}} for name in names]
+    rows += [row | {"enable_thinking": False}, row]
+    starts = ["brief=True <", "enable_thinking=True <", "enable_thinking=False <", "<|"]
+    for sources in in_every_file(tmp_path, rows):
+        texts = learned(load_examples, sources, tokenizer)
+        prompts = [x.text for x in load_prompts(sources, tokenizer, RULES).items]
+        for text, prompt, start in zip(texts, prompts, starts, strict=True):
+            assert text.startswith(start) and prompt.startswith(start)
+
+
+def test_the_older_form_of_a_call_is_refused(chat, tmp_path):
+    """OpenAI's first files have it, and no template writes it."""
+    said = {"role": "assistant", "content": "Let me see.", "function_call": {"name": "f"}}
+    with pytest.raises(ValueError, match=r"messages\[1\] has a function_call: write it as tool_ca"):
+        load_examples(jsonl(tmp_path, [{"messages": [USER, said]}]), chat, RULES)
 
 
 def test_text_parts_are_joined_and_others_are_named(chat, tmp_path):

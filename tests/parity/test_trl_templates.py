@@ -4,6 +4,7 @@ For each family the header and the end of a turn are written out, and the learne
 the template's own text. transformers renders and encodes the text independently of our code.
 """
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -197,9 +198,61 @@ def test_tools_and_results(opened):
     assert "17" in learned and "add" in learned and "It is 42." in learned
     assert "17+25?" in given and "17+25?" not in learned
     assert all(row[-1].learned or len(row[-1].ids) < 8 for row in rows)
+    for row, last in zip(rows, (1, 3) if len(rows) == 2 else (3,), strict=True):
+        check_text(tokenizer, row, CALLED[: last + 1], [TOOL])
     ends = {tokenizer.turns([TOOL]).end(calls=calls).token for calls in (False, True)}
     assert all(any(plain(learned).count(plain(end)) for end in ends) for _ in rows)
     assert {tokenizer.encode(end)[-1] for end in ends} <= set(tokenizer.stop_ids)
+
+
+def check_text(tokenizer, row, messages, tools):
+    """The ids of a row are transformers' own text; at most an end token follows."""
+    text = rendered_calls(tokenizer, messages, tools)
+    ids, expected = [i for piece in row for i in piece.ids], tokenizer.encode(text)
+    assert ids[: len(expected)] == expected and len(ids) <= len(expected) + 1
+
+
+def rendered_calls(tokenizer, messages, tools):
+    """Some templates want the arguments of a call as JSON text."""
+
+    def as_text(message):
+        calls = message.get("tool_calls", ())
+        if not calls:
+            return message
+        function = {**FUNCTION, "arguments": json.dumps(FUNCTION["arguments"])}
+        return {**message, "tool_calls": [{**call, "function": function} for call in calls]}
+
+    try:
+        return rendered(tokenizer, messages, tools)
+    except ValueError:
+        return rendered(tokenizer, messages, tools, form=as_text)
+
+
+THOUGHT = [
+    CALLED[0],
+    CALLED[1] | {"thinking": "whyc", "reasoning_content": "whyc"},
+    CALLED[2],
+    CALLED[3] | {"thinking": "whyd", "reasoning_content": "whyd"},
+]
+
+
+def test_thinking_around_a_call_is_learned_or_refused(opened):
+    """A template that drops a thinking is refused by its name, or gives each turn its own row."""
+    name, _, tokenizer = opened
+    try:
+        rows = rows_of(tokenizer, THOUGHT, [TOOL])
+    except ValueError as error:
+        assert re.search("the chat template of .* (does not write|rewrites the prompt)", str(error))
+        assert not name.startswith(("gptoss", "qwen3_6", "qwen3_8", "nemotron", "glm", "muse"))
+        return
+    for row, last in zip(rows, (1, 3) if len(rows) == 2 else (3,), strict=True):
+        check_text(tokenizer, row, THOUGHT[: last + 1], [TOOL])
+    learned = "".join(
+        tokenizer.decode(p.ids, skip_special=False) for row in rows for p in row if p.learned
+    )
+    words = ("whyc", "17", "whyd", "It is 42.")
+    assert [learned.count(word) for word in words] == [1, 1, 1, 1]
+    assert learned.index("whyc") < learned.index("17") < learned.index("whyd")
 
 
 def test_thinking_is_learned_or_refused(opened):

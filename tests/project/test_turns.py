@@ -138,6 +138,20 @@ CASES = {
             "It is 4.<|return|>⟧",
         ],
     ),
+    "thinking before a call, which the answer drops": (
+        templates.GPT_OSS,
+        [*GPT, "<|end|>", "<|return|>", "<|call|>"],
+        [HELLO, call({"a": 1}) | {"thinking": "why"}, RESULT, FOUR | {"thinking": "so"}],
+        (),
+        [
+            "<|start|>user<|message|>Hello<|end|><|start|>assistant⟦<|channel|>analysis<|message|>"
+            'why<|end|><|start|>assistant to=add<|message|>{"a": 1}<|call|>⟧',
+            "<|start|>user<|message|>Hello<|end|><|start|>assistant to=add<|message|>"
+            '{"a": 1}<|call|><|start|>tool<|message|>42<|end|><|start|>assistant'
+            "⟦<|channel|>analysis<|message|>so<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>It is 4.<|return|>⟧",
+        ],
+    ),
     "a generation prompt that no answer has": (
         templates.R1,
         ["<|User|>", "<|Assistant|>", "<|end_of_sentence|>", "<|call|>", "<|call_end|>"],

@@ -206,7 +206,7 @@ def test_the_command(folder, model):
 
 
 def test_it_serves_after_ctrl_c_and_ends_with_close(model):
-    """Until Python 3.13 a `join` that Ctrl-C ends counts the thread as ended; `close` did not wait."""
+    """Until Python 3.13 a `join` that Ctrl-C ends says the thread ended; `close` did not wait."""
     with model.serve(port=0) as server:
         timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
         timer.start()

@@ -75,6 +75,9 @@ class RolloutBatch:
     rollout_kept: Int[Array, "B R K"] | None = None
     # On a sampled token, the number of its turn in the response, from 0 on; -1 elsewhere.
     turn_ids: Int[Array, "B R"] | None = None
+    # With rollout.max_rows above 1: the column of the response at which the row of a token begins;
+    # -1 in the first row of a sample, which begins with its prompt. A token sees its row alone.
+    row_starts: Int[Array, "B R"] | None = None
     # On the sampled tokens of a turn, an int32 hash of the state in which the turn begins.
     state_keys: Int[Array, "B R"] | None = None
     # With partial rollouts: updates of the policy that sampled each token; -1 outside of the mask.

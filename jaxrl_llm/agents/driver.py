@@ -478,6 +478,7 @@ class Driver:
                 has_tools=bool(conversation and conversation.has_tools),
                 drift=conversation.drift() if conversation and is_measured else None,
                 tool_s=live.tool_s,
+                sequences=() if sequence is None else (sequence,),
             )
         )
 

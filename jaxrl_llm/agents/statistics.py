@@ -26,6 +26,7 @@ def records(trajectories: Sequence[Trajectory]) -> list[Record]:
             "reward": t.reward,
             "tool_s": t.tool_s,
             "branches": t.num_branches,
+            "rows": t.num_rows,
             "shortened": t.shortened,
             "has_tools": t.has_tools,
             "drift": t.drift,
@@ -74,6 +75,7 @@ def _of_valid(samples: Sequence[Record]) -> dict[str, float]:
         for status, count in Counter(calls).items():
             result[f"parse/{status}"] = count / len(calls)
     if any(sample["branches"] for sample in samples):
+        result |= _spread("rollout/rows", [sample["rows"] for sample in samples])
         forked = sum(sample["branches"] > 1 for sample in samples)
         result["rollout/fork_frac"] = forked / len(samples)
         shortened = sum(sample["shortened"] for sample in samples)

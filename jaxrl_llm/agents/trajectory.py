@@ -64,11 +64,19 @@ class Trajectory:
     differs: bool = False  # the environment, made again, answered otherwise
     messages: tuple[dict[str, Any], ...] = ()  # the conversation, with prompt
     text: str = ""  # last turn, without thinking and special tokens
-    num_branches: int = 0  # sequences that a program's requests began; one is kept
-    shortened: bool = False  # its end did not fit into the row
+    num_branches: int = 0  # contexts in which turns were sampled; see `rows.py`
+    row_starts: tuple[int, ...] = ()  # places in the response at which further rows begin
+    shortened: bool = False  # its end did not fit into the response
     has_tools: bool = False  # the model may call tools
     drift: Drift | None = None  # None where it was not measured
     tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for tools
+    # The engine's sequence of each row, until the batch has what they recorded.
+    sequences: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have turns of it."""
+        return len(self.row_starts) + bool(self.turns)
 
     @property
     def failed(self) -> bool:
@@ -88,7 +96,7 @@ class Trajectory:
         return sum(given) if given else None
 
 
-IDS = ("response_ids", "mask", "logprobs")  # parts that a batch has as arrays
+IDS = ("response_ids", "mask", "logprobs", "sequences")  # parts that a batch has as arrays
 
 
 def without_ids(trajectory: Trajectory) -> dict[str, Any]:
@@ -118,6 +126,7 @@ def restored(
         response_ids=tuple(ids[:number]),
         mask=tuple(int(x) for x in mask[:number]),
         logprobs=tuple(logprobs[:number]),
+        row_starts=tuple(whole.row_starts),
         messages=tuple(whole.messages),
         drift=None if whole.drift is None else Drift(*whole.drift),
     )

@@ -33,7 +33,6 @@ class EngineGroup:
     """
 
     engines: list[Engine]
-    by_sample: dict[int, Sequence] = field(default_factory=dict, init=False)  # by `sample_id`
     _next: int = field(default=0, init=False)
     _place_of: dict[Sequence, Placed] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor | None = field(default=None, init=False)
@@ -62,7 +61,6 @@ class EngineGroup:
         """See `Engine.add`."""
         sequence = beginning.engine.add(prompt, beginning=beginning.beginning, **options)
         self._place_of[sequence] = beginning
-        self.by_sample[sequence.sample_id] = sequence
         return sequence
 
     def append(self, sequence: Sequence, tokens: Seq[int], *, limit: int) -> None:

@@ -73,7 +73,7 @@ class PolicyLoss:
     own_logprobs: bool = False
     with_log_ratios: bool = False
     router: RouterLoss = RouterLoss()  # losses of the routers of a mixture of experts
-    replays: tuple[str, ...] = ()  # fields that say how the rollout computed: experts, kept tokens
+    replays: tuple[str, ...] = ()  # see `ModelStage`
     masks: bool = False  # samples may be left out
 
     @property
@@ -158,7 +158,7 @@ class PolicyLoss:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["algorithm"],
-    meta_fields=["spec", "settings", "masks"],
+    meta_fields=["spec", "settings", "masks", "replays"],
 )
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss:
@@ -168,11 +168,13 @@ class ValueLoss:
     spec: ModelSpec
     settings: ForwardSettings
     masks: bool = False  # samples may be left out
+    replays: tuple[str, ...] = ()  # see `ModelStage`
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
         fields = (*_mask_fields(self.algorithm, self.masks), *_group_fields(self.algorithm))
+        fields = (*fields, *self.replays)
         return tuple(dict.fromkeys((*_reads(self.algorithm.value_loss), *fields)))
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
@@ -198,7 +200,7 @@ class ValueLoss:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["function"],
-    meta_fields=["role", "spec", "settings", "temperature", "masks"],
+    meta_fields=["role", "spec", "settings", "temperature", "masks", "replays"],
 )
 @dataclass(frozen=True, kw_only=True)
 class OwnLoss:
@@ -215,13 +217,14 @@ class OwnLoss:
     settings: ForwardSettings
     temperature: float
     masks: bool = False  # samples may be left out
+    replays: tuple[str, ...] = ()  # see `ModelStage`
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
         own = [name for name in field_names(self.function) if name not in OWN_OUTPUTS]
         masks = ("sample_mask",) if self.masks else ()
-        return tuple(dict.fromkeys((*SAMPLE_ROWS, "mask", *own, *masks)))
+        return tuple(dict.fromkeys((*SAMPLE_ROWS, "mask", *own, *masks, *self.replays)))
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
         """The mini-batch with its counts; see `with_counts`."""

@@ -32,6 +32,7 @@ Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
 ROUTES = "rollout_routes"  # the field of the experts that the sampler chose, [B, P + R, L, K]
 KEPT = "rollout_kept"  # the field of the tokens that the sampler's filters kept, [B, R, K]
+ROW_STARTS = "row_starts"  # the field of the rows of trajectories, [B, R]: see types.py
 SAMPLE_ROWS = ("prompts", "prompt_lengths", "responses", "response_lengths")  # parts of a row
 
 
@@ -153,17 +154,46 @@ class Rows:
     def with_routes(self, routes: Int[Array, "N S L K"]) -> "Rows":
         """The rows with the experts of their tokens; `routes` has all samples."""
         assert self.place is not None and self.real is not None
-        at = jnp.minimum(self.place, routes.shape[1] - 1)
-        if self.source is None:
-            chosen = jnp.take_along_axis(routes, at[..., None, None], axis=1)
-        else:
-            num_replicas = self.tokens.shape[0] // self.rows_of_replica
-            by_replica = routes.reshape(num_replicas, -1, *routes.shape[1:])
-            chosen = jax.vmap(lambda routes, sample, at: routes[sample, at])(
-                by_replica, self._of_replica(self.source), self._of_replica(at)
-            )
-            chosen = chosen.reshape(*at.shape, *routes.shape[2:])
+        chosen = self._of_samples(routes, jnp.minimum(self.place, routes.shape[1] - 1))
         return replace(self, routes=jnp.where(self.real[..., None, None], chosen, -1))
+
+    def in_own_rows(self, starts: Int[Array, "N R"], num_prompt: int) -> "Rows":
+        """The rows where the response of a sample has further rows; `starts` has all samples.
+
+        A token of a further row sees this row alone. Positions begin again there.
+        """
+        assert self.place is not None
+        column = self.place - num_prompt
+        start = self._of_samples(starts, jnp.clip(column, 0, starts.shape[1] - 1))
+        further = (column >= 0) & (start >= 0)
+        positions = jnp.where(further, column - start, self.positions)
+        ranges, token = self._all_ranges, jnp.arange(self.tokens.shape[1])
+        ranges = Ranges(
+            start=jnp.where(further, token - positions, ranges.start),
+            position=positions,
+            prefix_start=jnp.where(further, 0, ranges.prefix_start),
+            prefix_end=jnp.where(further, 0, ranges.prefix_end),
+        )
+        return replace(self, positions=positions, ranges=ranges)
+
+    def _of_samples(self, x: Shaped[Array, "N S *rest"], at: Int[Array, "B T"]) -> Array:
+        """The entry at `at` of the sample of each token; `x` has all samples."""
+        if self.source is None:
+            return jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - 2)), axis=1)
+        num_replicas = self.tokens.shape[0] // self.rows_of_replica
+        by_replica = x.reshape(num_replicas, -1, *x.shape[1:])
+        chosen = jax.vmap(lambda x, sample, at: x[sample, at])(
+            by_replica, self._of_replica(self.source), self._of_replica(at)
+        )
+        return chosen.reshape(*at.shape, *x.shape[2:])
+
+    @property
+    def _all_ranges(self) -> Ranges:
+        """The ranges, also of causal rows."""
+        none = jnp.zeros_like(self.tokens)
+        return self.ranges or Ranges(
+            start=none, position=self.positions, prefix_start=none, prefix_end=none
+        )
 
     def with_images(self, fields: Fields) -> "Rows":
         """The rows with the images of `fields`, which have all samples; without any, as they are.
@@ -189,10 +219,7 @@ class Rows:
     ) -> Ranges | None:
         if self.ranges is None and order is None:
             return None
-        none = jnp.zeros_like(self.tokens)
-        ranges = self.ranges or Ranges(
-            start=none, position=self.positions, prefix_start=none, prefix_end=none
-        )
+        ranges = self._all_ranges
         start = ordered(ranges.start, fill=np.iinfo(np.int32).max)  # past every token
         token = None if order is None else jnp.broadcast_to(order.astype(np.int32), start.shape)
         return Ranges(
@@ -419,6 +446,8 @@ def whole_rows(tokens: Int[Array, "B T"]) -> Rows:
 def rows_of(fields: Fields, align: int | None = None) -> Rows:
     """The rows of a part of a batch: its packed rows, or one row a sample (see `padded_rows`)."""
     rows = fields[ROWS] if ROWS in fields else _padded(fields, align)
+    if ROW_STARTS in fields:
+        rows = rows.in_own_rows(fields[ROW_STARTS], fields["prompts"].shape[1])
     rows = rows.with_images(fields)
     return rows.with_routes(fields[ROUTES]) if ROUTES in fields else rows
 

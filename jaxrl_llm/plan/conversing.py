@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.distributed.multihost import gather_objects
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.settings import GenerationSettings
+from jaxrl_llm.learner.rows import ROW_STARTS
 from jaxrl_llm.plan.generating import SAMPLED
 from jaxrl_llm.plan.roles import Role
 from jaxrl_llm.plan.scores import ENVIRONMENT
@@ -35,8 +37,7 @@ from jaxrl_llm.plan.sessions import (
     Sessions,
     SessionStage,
     check_sessions,
-    kept_of,
-    routes_of,
+    recorded,
     seed_words,
     write_answer,
 )
@@ -79,8 +80,8 @@ class Conversations:
         samples: Sequence[Sample],
         settings: GenerationSettings,
         dtype: str,
-    ) -> tuple[list[Trajectory], dict[int, Sampled], dict[str, float]]:
-        """The trajectories of `samples`, in their order; their sequences by sample id; counts.
+    ) -> tuple[list[Trajectory], list[tuple[Sampled, ...]], dict[str, float]]:
+        """The trajectories of `samples`, in their order; the sequences of their rows; counts.
 
         The engines' memory is free again afterwards.
         """
@@ -100,8 +101,8 @@ class Conversations:
             with self.host_work(), self._one_at_a_time:
                 trajectories = self.driver.run(engines, samples)
             return (
-                trajectories,
-                engines.by_sample,
+                [replace(trajectory, sequences=()) for trajectory in trajectories],
+                [trajectory.sequences for trajectory in trajectories],
                 {"rollout/decode_steps": float(engines.num_steps)},
             )
         finally:
@@ -117,20 +118,28 @@ class Converse(SessionStage):
     """
 
     turns: Conversations | None  # None in a run that is only planned
+    several_rows: bool = False  # trajectories may have several rows
 
     gathers = True
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return (*PROMPTS, *SAMPLED, TURN_IDS, STATE_KEYS, *self.how.recorded)
+        rows = (ROW_STARTS,) if self.several_rows else ()
+        return (*PROMPTS, *SAMPLED, TURN_IDS, STATE_KEYS, *rows, *self.how.recorded)
 
     def blank(self, rows: int) -> dict[str, jax.Array]:
-        return super().blank(rows) | {
-            "prompts": jnp.full((rows, self.prompt), self.pad_id, jnp.int32),
-            "prompt_lengths": jnp.zeros((rows,), jnp.int32),
-            TURN_IDS: jnp.full((rows, self.response), -1, jnp.int32),
-            STATE_KEYS: jnp.zeros((rows, self.response), jnp.int32),
-        }
+        none = jnp.full((rows, self.response), -1, jnp.int32)
+        starts = {ROW_STARTS: none} if self.several_rows else {}
+        return (
+            super().blank(rows)
+            | starts
+            | {
+                "prompts": jnp.full((rows, self.prompt), self.pad_id, jnp.int32),
+                "prompt_lengths": jnp.zeros((rows,), jnp.int32),
+                TURN_IDS: none,
+                STATE_KEYS: jnp.zeros((rows, self.response), jnp.int32),
+            }
+        )
 
     def __call__(
         self,
@@ -166,8 +175,7 @@ class Converse(SessionStage):
         writes = {name: np.array(x) for name, x in self.blank(len(samples)).items()}
         prompts = _prompts_of_groups(samples, trajectories)
         for row, trajectory in enumerate(trajectories):
-            sequence = sequences.get(trajectory.sample)
-            self._write(writes, row, prompts[row], trajectory, sequence)
+            self._write(writes, row, prompts[row], trajectory, sequences[row])
         everyone = gather_objects([records(trajectories), counts], "turns")
         steps = {name: max(own[name] for _, own in everyone) for name in counts}
         return StageOutput(writes, metrics([x for own, _ in everyone for x in own]) | steps)
@@ -178,21 +186,25 @@ class Converse(SessionStage):
         row: int,
         prompt: tuple[int, ...],
         trajectory: Trajectory,
-        sequence: Sampled | None,
+        sequences: Sequence[Sampled],
     ) -> None:
         """Write one sample into the fields."""
         writes["prompts"][row, : len(prompt)] = prompt
         writes["prompt_lengths"][row] = len(prompt)
         if prompt != trajectory.prompt_ids:  # it failed before it began
             return
+        places = (-len(prompt), *trajectory.row_starts, len(trajectory.response_ids))
+        routes, kept = recorded(sequences, places)
         answer = Answer(
             num_prompt=len(prompt),
             tokens=trajectory.response_ids,
             mask=trajectory.mask,
             logprobs=trajectory.logprobs[: len(trajectory.response_ids)],
-            routes=None if sequence is None else routes_of(sequence),
-            kept={} if sequence is None else kept_of(sequence),
+            routes=routes,
+            kept=kept,
         )
+        for start, end in pairwise(places[1:] if self.several_rows else ()):
+            writes[ROW_STARTS][row, start:end] = start
         write_answer(writes, row, answer, prompt=self.prompt)
         before = 0  # end of the turn before
         for number, turn in enumerate(trajectory.turns):

@@ -18,7 +18,7 @@ from jaxrl_llm.generation.sampler import SamplingParams
 from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.losses import OwnLoss, PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
-from jaxrl_llm.learner.rows import KEPT, ROUTES
+from jaxrl_llm.learner.rows import KEPT, ROUTES, ROW_STARTS
 from jaxrl_llm.learner.train_step import Measure
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.conversing import Conversations, Converse, check_turns
@@ -148,12 +148,13 @@ class OnlineStages:
             stages.FrozenLogprobs(
                 name="ref",
                 writes=("reference_logprobs",),
-                replays=(*self._media, *self._kept),
+                replays=(*self._media, *self._kept, *self._rows),
                 **passes("reference"),
             ),
             stages.Values(
                 model=roles["critic"],
                 micro_batches=update_sizes(config, roles["critic"]).passes,
+                replays=self._rows,
             ),
             *self._rewards_and_advantages(),
         ]
@@ -163,9 +164,14 @@ class OnlineStages:
             field = "teacher_model_logprobs" if teachers else "teacher_logprobs"
             catalogue += [
                 stages.FrozenLogprobs(
-                    name=TEACHER, writes=(field,), replays=self._kept, **passes(TEACHER)
+                    name=TEACHER,
+                    writes=(field,),
+                    replays=(*self._kept, *self._rows),
+                    **passes(TEACHER),
                 ),
-                stages.TeacherTop(top_k=config.teacher.top_k, **passes(TEACHER)),
+                stages.TeacherTop(
+                    top_k=config.teacher.top_k, replays=self._rows, **passes(TEACHER)
+                ),
             ]
             teachers |= {field: config.teacher.weight} if teachers else {}
         catalogue += [stages.MeanOfTeachers(weights=teachers)] if teachers else []
@@ -191,6 +197,7 @@ class OnlineStages:
             ],
             by_user=self.own_stages,
             steps=config.data.max_response_length if config.reward.process_rewards else 0,
+            replays=self._rows,
         )
         catalogue += [] if self.token_turns is None else [self._turn_scores()]
         catalogue += self.own_stages
@@ -237,6 +244,7 @@ class OnlineStages:
                 model=sampler,
                 how=how,
                 turns=self.turns,
+                several_rows=bool(self._rows),
                 prompt=config.data.max_prompt_length,
                 response=config.data.max_response_length,
                 pad_id=self.pad_id,
@@ -302,7 +310,13 @@ class OnlineStages:
     def _replays(self) -> tuple[str, ...]:
         """The fields of a rollout that the actor's passes repeat."""
         routes = (ROUTES,) if replays_routes(self.config, self.roles["actor"]) else ()
-        return (*routes, *self._media, *self._kept)
+        return (*routes, *self._media, *self._kept, *self._rows)
+
+    @property
+    def _rows(self) -> tuple[str, ...]:
+        """The field of the rows of trajectories, where they may have several."""
+        several = has_turns(self.config) and self.token_turns is None
+        return (ROW_STARTS,) if several and self.config.rollout.max_rows > 1 else ()
 
     @property
     def _media(self) -> tuple[str, ...]:
@@ -320,9 +334,10 @@ class OnlineStages:
         if role.spec.kind == "causal_lm":
             writes = (f"{role.name}_logprobs",)
             # A teacher is compared over the tokens that the sampler's filters kept.
-            replays = self._kept if model.teacher_weight else ()
+            replays = (*(self._kept if model.teacher_weight else ()), *self._rows)
             return [stages.FrozenLogprobs(name=role.name, writes=writes, replays=replays, **passes)]
-        how = {"model": role, "micro_batches": passes["micro_batches"]}
+        how: dict[str, Any] = {"model": role, "micro_batches": passes["micro_batches"]}
+        how["replays"] = self._rows
         scores, each = f"{role.name}_scores", f"{role.name}_token_scores"
         return [
             ModelScores(name=role.name, writes=(scores,), measured=True, **how),
@@ -342,6 +357,7 @@ class OnlineStages:
             settings=role.forward,
             temperature=self.config.rollout.temperature,
             masks=self.masks,
+            replays=self._rows,
         )
         return stages.Update(
             model=role,
@@ -375,7 +391,11 @@ class OnlineStages:
         updates: list[Stage] = []
         if algorithm.value_loss is not None:
             loss = ValueLoss(
-                algorithm=algorithm, spec=critic.spec, settings=critic.forward, masks=self.masks
+                algorithm=algorithm,
+                spec=critic.spec,
+                settings=critic.forward,
+                masks=self.masks,
+                replays=self._rows,
             )
             update = stages.Update(
                 model=critic,

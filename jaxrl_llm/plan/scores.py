@@ -57,13 +57,15 @@ def score_stages(
     others: Sequence[WeightedModel] = (),
     by_user: tuple[Stage, ...] = (),
     steps: int = 0,
+    replays: tuple[str, ...] = (),
 ) -> list[Stage]:
     """Stages that write the scores of the samples and of the greedy answers.
 
     One source, `model` or `reward`, writes the score itself. Of several sources each writes its
     part, and a sum adds `weight` times the model's, and the scores of `others` with their weights.
     A stage of the user's that writes the score gets the parts in any case, and there is no sum.
-    `steps` is the response length where functions also give rewards of steps; 0 is off.
+    `steps` is the response length where functions also give rewards of steps; 0 is off. `replays`
+    are the fields of a rollout that the model's pass repeats.
     """
     taken = {name for stage in by_user for name in stage.writes}
     several = (reward is not None) + (model is not None) + len(others) > 1
@@ -94,7 +96,11 @@ def score_stages(
         elif model is not None:
             stages.append(
                 ModelScores(
-                    model=model, name=name + end, writes=writes, micro_batches=micro_batches
+                    model=model,
+                    name=name + end,
+                    writes=writes,
+                    micro_batches=micro_batches,
+                    replays=replays,
                 )
             )
         stages += [_greedy_scores(one, group) for one in others if greedy]
@@ -135,8 +141,9 @@ class ModelScores(ModelStage):
         prompt_lengths: jax.Array,
         responses: jax.Array,
         response_lengths: jax.Array,
+        **replayed: jax.Array,
     ) -> StageOutput:
-        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | replayed
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
         metrics = score_metrics(self.model.name, scores) if self.measured else {}
         (field,) = self.writes
@@ -160,12 +167,13 @@ class ModelTokenScores(ModelStage):
         prompt_lengths: jax.Array,
         responses: jax.Array,
         response_lengths: jax.Array,
+        **replayed: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             how: Any = {"spec": self.model.spec, "settings": self.model.passes}
             return response_token_scores(params_of(state), rows_of(part), **how)
 
-        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | replayed
         scores, parts = self.micro_batches.join_counted(forward, samples)
         (field,) = self.writes
         inside = jnp.arange(scores.shape[1]) < response_lengths[:, None]

@@ -5,6 +5,7 @@ Each process drives engines on its own devices, for the samples that it owns.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -134,6 +135,25 @@ def routes_of(sequence: Sampled) -> np.ndarray | None:
 def kept_of(sequence: Sampled) -> dict[int, Any]:
     """The ids that filters kept, by the column of the response."""
     return {place - sequence.num_prompt: ids for place, ids in sequence.kept.items()}
+
+
+def recorded(
+    sequences: Sequence[Sampled], places: Sequence[int]
+) -> tuple[np.ndarray | None, dict[int, Any]]:
+    """The experts of all ids of a sample, -1 where none are known, and kept ids by column.
+
+    A sample has one sequence a row. `places` are the columns at which rows begin, and the end; the
+    first is negative, as many as the prompt has ids. The experts are None where none are recorded.
+    """
+    routes: list[np.ndarray] = []
+    kept: dict[int, Any] = {}
+    for sequence, (start, end) in zip(sequences, pairwise(places), strict=False):
+        kept |= {start + place: ids for place, ids in sequence.kept.items() if start + place < end}
+        own = routes_of(sequence)
+        if own is not None:
+            own = own[: end - start - 1]  # the last id predicts nothing in its row
+            routes += [own, np.full((end - start - len(own), *own.shape[1:]), -1, own.dtype)]
+    return np.concatenate(routes) if routes else None, kept
 
 
 def seed_words(how: Generation, step: int) -> np.ndarray:

@@ -61,6 +61,12 @@ class ModelStage(Stage):
     """A stage of a model. Its state is what the model's role keeps."""
 
     model: Role
+    # Fields that say how the rollout computed: experts, kept tokens, rows of trajectories.
+    replays: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, *self.replays)
 
     @property
     def role(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -98,13 +104,8 @@ class OldLogprobs(ModelStage):
     writes: tuple[str, ...] = ("old_logprobs",)
     micro_batches: MicroBatches
     temperature: float
-    replays: tuple[str, ...] = ()  # fields that say how the rollout computed: experts, kept tokens
 
     name = "old_log_prob"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *self.replays)
 
     def __call__(
         self,
@@ -160,11 +161,6 @@ class FrozenLogprobs(ModelStage):
     writes: tuple[str, ...]  # one field
     micro_batches: MicroBatches
     temperature: float
-    replays: tuple[str, ...] = ()  # the tokens that the sampler's filters kept
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *self.replays)
 
     def __call__(
         self,
@@ -235,6 +231,7 @@ class TeacherTop(ModelStage):
         prompt_lengths: jax.Array,
         responses: jax.Array,
         response_lengths: jax.Array,
+        **replayed: jax.Array,
     ) -> StageOutput:
         def forward(part: Fields) -> Any:
             return response_statistics(
@@ -246,7 +243,7 @@ class TeacherTop(ModelStage):
                 top_k=self.top_k,
             ).top
 
-        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | replayed
         (ids, logprobs), parts = self.micro_batches.join_counted(forward, samples)
         writes = {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
         return StageOutput(writes, self.count(parts))
@@ -270,13 +267,14 @@ class Values(ModelStage):
         prompt_lengths: jax.Array,
         responses: jax.Array,
         response_lengths: jax.Array,
+        **replayed: jax.Array,
     ) -> StageOutput:
         spec, params = pass_model(self.model, state)
 
         def forward(part: Fields) -> Any:
             return response_values(params, rows_of(part), spec=spec, settings=self.model.passes)
 
-        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths)
+        samples = sample_fields(prompts, prompt_lengths, responses, response_lengths) | replayed
         values, parts = self.micro_batches.join_counted(forward, samples)
         return StageOutput({"values": values}, self.count(parts))
 

@@ -7,13 +7,13 @@ trainer's thread drives the engine.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as c
 from jaxrl_llm.agents.conversation import Budgets
 from jaxrl_llm.agents.drift import MEASURED, drift_of
 from jaxrl_llm.agents.driver import Sample, columns_of, id_of
+from jaxrl_llm.agents.rows import Row, Sampled, joined
 from jaxrl_llm.agents.sessions import Answer, Run, Setup
 from jaxrl_llm.agents.setup import gives_rewards
 from jaxrl_llm.agents.styles import ChatStyle
@@ -40,6 +40,7 @@ class ProgramRules:
 
     budgets: Budgets
     max_prompt_length: int
+    max_rows: int = 1  # branches of a sample that are trained
     sampling: Sampling  # sampling of training; requests may repeat it
     seed: int = 0  # seed of the run
     timeout_s: float = 1800.0  # time limit of a program
@@ -92,7 +93,7 @@ class Programs:
             worker, self._tokenizer, rules.budgets, rules.max_prompt_length, rules.sampling,
             settings,
         )  # fmt: skip
-        done: dict[str, Trajectory] = {}
+        done: dict[str, Sampled] = {}
         # In the order of the samples, so that no clock says which engine has which.
         queued = deque(_Live(s, engines.beginning(s.prompt.token_ids)) for s in samples)
         running = 0
@@ -115,12 +116,11 @@ class Programs:
                         self._begin(application, server.url, live, alone=error.shared)
                         continue
                     running -= 1
-                    done[id_of(live.sample)] = _trajectory(live, session, answer, error)
-                    if session.kept is not None and session.kept.sequence is not None:
-                        number = live.sample.options["sample_id"]
-                        engines.by_sample[number] = session.kept.sequence
-        trajectories = [done[id_of(sample)] for sample in samples]
-        return with_common_prompts(trajectories, rules.budgets.max_response_length)
+                    done[id_of(live.sample)] = _sampled(
+                        live, session, answer, error, rules.max_rows
+                    )
+        most = rules.budgets.max_response_length
+        return joined([done[id_of(sample)] for sample in samples], most)
 
     def _begin(
         self, application: SessionApplication, url: str, live: _Live, *, alone: bool = False
@@ -140,7 +140,7 @@ class Programs:
             return error if error is not None and error.kind != "exception" else None
         if error is not None:
             return error
-        if session.kept is None:
+        if not session.num_recorded:
             return CallError(kind="no_answer", message="the program got no answer of the model")
         if self._rules.needs_reward and answer.value is None:
             why = "the program returned no number, and config.reward.functions is empty"
@@ -148,12 +148,13 @@ class Programs:
         return None
 
 
-def _trajectory(
-    live: _Live, session: Session, answer: Answer, error: CallError | None
-) -> Trajectory:
-    """The branch that is kept. The other ones are left out."""
-    sample, branch = live.sample, session.kept
-    reason: StopReason = session.ended or (branch and branch.cut) or "completed"
+def _sampled(
+    live: _Live, session: Session, answer: Answer, error: CallError | None, max_rows: int
+) -> Sampled:
+    """The trajectory, and the branches that are kept as its rows. Other ones are left out."""
+    sample, kept = live.sample, session.kept(max_rows)
+    last = kept[-1] if kept else None
+    reason: StopReason = session.ended or (last and last.cut) or "completed"
     if error is not None:
         reason = "timeout" if error.kind == "timeout" else "failed"
     whole = Trajectory(
@@ -166,69 +167,25 @@ def _trajectory(
         failure=f"{error.kind}: {error.message}" if error is not None else "",
         num_retries=live.retries,
         num_branches=len(session.branches),
+        text=last.text if last else "",
+        has_tools=any(branch.has_tools for branch in kept),
     )
-    if branch is None or branch.style is None:
-        return whole
-    drift = None
-    if sample.sample < MEASURED and error is None:
-        ids = branch.prompt, branch.response
-        drift = drift_of(branch.style, branch.messages, *ids, branch.turns)
-    return replace(
-        whole,
-        prompt_ids=branch.prompt,
-        response_ids=tuple(branch.response),
-        mask=tuple(branch.mask),
-        logprobs=tuple(branch.logprobs),
-        turns=tuple(branch.turns),
-        messages=tuple(branch.messages),
-        text=branch.text,
-        has_tools=branch.has_tools,
-        drift=drift,
-    )
-
-
-def with_common_prompts(trajectories: Sequence[Trajectory], most: int) -> list[Trajectory]:
-    """Trajectories whose groups have one prompt each: the ids that all of them begin with.
-
-    What a program wrote further belongs to the response, as an observation. Of a response that is
-    then longer than `most` the end is left out. To drop the sample would favour short answers.
-    """
-    begins: dict[int, tuple[int, ...]] = {}
-    for trajectory in trajectories:
-        if trajectory.turns:
-            own = trajectory.prompt_ids
-            begins[trajectory.group] = _common(begins.get(trajectory.group, own), own)
-    return [_begun_with(t, begins[t.group], most) if t.turns else t for t in trajectories]
-
-
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return tuple(i for i, _ in pairs)
-
-
-def _begun_with(trajectory: Trajectory, prompt: tuple[int, ...], most: int) -> Trajectory:
-    rest = trajectory.prompt_ids[len(prompt) :]
-    if not rest:
-        return trajectory
-    if not prompt:
-        raise ValueError(
-            "config.rollout.program: the prompts of two samples of one row differ from their first "
-            "token on; begin them with the same text"
+    if last and last.style and sample.sample < MEASURED and error is None:
+        drift = drift_of(last.style, last.messages, last.prompt, last.response, last.turns)
+        whole = replace(whole, drift=drift)
+    rows = [
+        Row(
+            prompt=branch.prompt,
+            response=branch.response,
+            mask=branch.mask,
+            logprobs=branch.logprobs,
+            turns=branch.turns,
+            messages=branch.messages,
+            sequence=branch.sequence,
         )
-    number = len(rest)
-    moved = [
-        replace(turn, start=turn.start + number, end=min(turn.end + number, most))
-        for turn in trajectory.turns
+        for branch in kept
     ]
-    return replace(
-        trajectory,
-        prompt_ids=prompt,
-        response_ids=(*rest, *trajectory.response_ids)[:most],
-        mask=(*[0] * number, *trajectory.mask)[:most],
-        logprobs=(*[0.0] * number, *trajectory.logprobs)[:most],
-        turns=tuple(turn for turn in moved if turn.start < most),
-        shortened=number + len(trajectory.response_ids) > most,
-    )
+    return whole, rows
 
 
 def open_programs(config: c.Config, tokenizer: Tokenizer) -> Programs:
@@ -254,6 +211,7 @@ def open_programs(config: c.Config, tokenizer: Tokenizer) -> Programs:
             max_turn_tokens=rollout.max_turn_tokens,
         ),
         max_prompt_length=data.max_prompt_length,
+        max_rows=rollout.max_rows,
         sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
         seed=config.seed,
         timeout_s=rollout.program_timeout_s,

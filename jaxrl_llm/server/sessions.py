@@ -58,6 +58,7 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     text: str = ""  # last turn
+    last: int = 0  # number of its last own turn in the session; 0: none yet
     style: ChatStyle | None = None  # style of its turns
     has_tools: bool = False
     cut: StopReason | None = None  # limit that cut the last turn
@@ -94,18 +95,22 @@ class Session:
     jobs: dict[bytes, list[Job]] = field(default_factory=dict)  # by request
     begun: Counter[tuple[int, ...]] = field(default_factory=Counter)  # branches by their first ids
     num_turns: int = 0
+    num_recorded: int = 0  # turns among them that have ended
     ended: StopReason | None = None  # limit that a request met
     closed: bool = False
-    last: Branch | None = None  # branch of the last turn
-    continued: Branch | None = None  # the same, among branches of several turns
     running: set[Branch] = field(
         default_factory=set
     )  # branches that are sampled; kept by the trainer's thread
 
-    @property
-    def kept(self) -> Branch | None:
-        """The branch that is trained: of several turns, and the last one that got a turn."""
-        return self.continued or self.last
+    def kept(self, most: int) -> list[Branch]:
+        """The branches that are trained, in the order of their last turns.
+
+        These are the last ones that got a turn, among branches of several turns where there are
+        enough.
+        """
+        begun = [branch for branch in self.branches if branch.last]
+        chosen = sorted(begun, key=lambda branch: (len(branch.turns) > 1, branch.last))[-most:]
+        return sorted(chosen, key=lambda branch: branch.last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +397,7 @@ class SessionApplication(Application):
         else:
             ids = encoded(row, self._tokenizer, "messages")
         if len(ids) > self._most_prompt:
-            if session.last is not None:
+            if session.num_recorded:
                 self._end_at(session, "context_overflow")
             raise ApiError(
                 400,
@@ -445,9 +450,8 @@ class SessionApplication(Application):
             branch.cut,
             ends,
         )
-        session.last = branch
-        if len(branch.turns) > 1:
-            session.continued = branch
+        session.num_recorded += 1
+        branch.last = session.num_recorded
 
 
 def _branch_at(place: _Place) -> Branch:

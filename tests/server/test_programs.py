@@ -15,8 +15,9 @@ from tiny_models import tiny_config, write_directory
 
 import jaxrl_llm as rl
 from jaxrl_llm.agents.driver import Sample
+from jaxrl_llm.agents.rows import Row, joined
 from jaxrl_llm.agents.trajectory import Trajectory, Turn
-from jaxrl_llm.server.programs import open_programs, with_common_prompts
+from jaxrl_llm.server.programs import open_programs
 
 ASKED = [{"role": "user", "content": "17+25?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
@@ -71,7 +72,7 @@ class Scripted(FakeEngine):
 
     def __init__(self, tokenizer, scripts):
         super().__init__(tokenizer, tokenizer.stop_ids)
-        self.scripts, self.by_sample = scripts, {}
+        self.scripts = scripts
         self.numbers = [count() for _ in scripts]
 
     def add(self, prompt, *, limit, beginning, seed_key, sample_id):
@@ -332,33 +333,70 @@ def test_without_the_extra_a_run_ends_at_its_start(monkeypatch):
         rl.load_config("grpo", {"rollout.program": "python agent.py"})
 
 
+def test_several_branches_are_rows_of_one_sample(tmp_path):
+    """The rows by the tokenizer: a turn that two of them have is sampled in the first alone."""
+    tokenizer = open_chat()
+    (own,), _ = run(tmp_path, BRANCHES, ("a", "b", "c", "d", "e"), **{"rollout.max_rows": 3})
+    one = driven_chat(["a", "b"], ["more"])
+    name = [{"role": "user", "content": "name of the chat?"}]
+    side = [*tokenizer.encode(tokenizer.apply_chat_template(name)), *tokenizer.encode("d")]
+    side.append(tokenizer.eos_id)
+    begin = tokenizer.encode(tokenizer.apply_chat_template(ASKED))
+    assert own.prompt_ids == tuple(begin)
+    rows = [begin + one, side, begin + driven_chat(["a", "c", "e"], ["else", "more"])]
+    assert [*own.prompt_ids, *own.response_ids] == rows[0] + rows[1] + rows[2]
+    first = len(rows[0]) - len(own.prompt_ids)
+    assert own.row_starts == (first, first + len(rows[1])) and own.num_rows == 3
+    sampled = [tokenizer.decode(own.response_ids[turn.start : turn.end]) for turn in own.turns]
+    assert sampled == ["a", "b", "d", "c", "e"]  # each once
+    places = {place for turn in own.turns for place in range(turn.start, turn.end)}
+    assert {i for i, bit in enumerate(own.mask) if bit} == places
+    assert all(own.messages[turn.message]["role"] == "assistant" for turn in own.turns)
+    assert (own.reward, own.text, own.num_branches) == (0.5, "e", 3)
+    # Of two, the branches of several turns are kept; a response that is too short keeps the last.
+    (two,), _ = run(tmp_path, BRANCHES, ("a", "b", "c", "d", "e"), **{"rollout.max_rows": 2})
+    assert [*two.prompt_ids, *two.response_ids] == rows[0] + rows[2] and two.num_rows == 2
+    short = {"rollout.max_rows": 2, "data.max_response_length": len(rows[2]) - len(begin)}
+    (last,), _ = run(tmp_path, BRANCHES, ("a", "b", "c", "d", "e"), **short)
+    assert [*last.prompt_ids, *last.response_ids] == rows[2] and last.mask.count(1) == 6
+
+
 def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
     def of(prompt, response):
         turns = (Turn(start=0, end=2), Turn(start=3, end=len(response)))
         mask = (1, 1, 0, *[1] * (len(response) - 3))
         logprobs = tuple(-i / 10 for i in range(len(response)))
-        return Trajectory(
-            id="", sample=0, group=0, prompt_ids=prompt, response_ids=response, mask=mask,
-            logprobs=logprobs, turns=turns,
-        )  # fmt: skip
+        whole = Trajectory(id="", sample=0, group=0, prompt_ids=())
+        ids = {"prompt": prompt, "response": response, "mask": mask, "logprobs": logprobs}
+        return whole, [Row(**ids, turns=turns)]
 
-    one, other = with_common_prompts([of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8, 9))], 4)
+    one, other = joined([of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8))], 4)
     assert (one.prompt_ids, one.response_ids, one.mask) == ((1, 2), (3, 5, 6, 7), (0, 1, 1, 0))
     assert one.logprobs == (0, 0, -0.1, -0.2)
     assert [(t.start, t.end) for t in one.turns] == [(1, 3)] and one.shortened
-    assert other.prompt_ids == (1, 2) and len(other.response_ids) == 5
+    assert other.prompt_ids == (1, 2) and len(other.response_ids) == 4 and not other.shortened
 
 
 # Ahead on devices of their own, by a policy that stays as it is.
+PACKED = {"actor.micro_batch_tokens": 256}
 APART = {"placement.rollout": "1", "max_staleness": 1, "actor.optimizer.learning_rate": 0.0}
 
 
-@pytest.mark.parametrize("changes", further([{}, APART]), ids=["one group", "apart"])
+ROWS = {"rollout.max_rows": 3, "data.max_response_length": 100}
+WITH_KEPT = ROWS | {"rollout.top_k": 20, "algorithm.kl_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    further([{}, ROWS | APART, APART, ROWS | PACKED, WITH_KEPT], first=2),
+    ids=str,
+)
 def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path, changes):
     folder = write_directory(
         tmp_path / "model", tiny_config(vocab_size=104, max_position_embeddings=128)
     )
     write_chat_tokenizer(folder)
+    several = "rollout.max_rows" in changes
 
     async def agent(row, base_url, api_key):
         import openai
@@ -367,11 +405,15 @@ def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path, changes):
         messages, answers = list(row["prompt"]), []
         if row["seed"] % 3 == 0:  # the prompts of a group differ
             messages[0] = {"role": "user", "content": messages[0]["content"] + "!"}
-        for options in ({"max_tokens": 6}, {}):
+        for options in ({"max_tokens": 6}, {"max_tokens": 9} if several else {}):
             reply = await client.chat.completions.create(model="m", messages=messages, **options)
             answers.append(reply.choices[0].message.content)
             messages.append({"role": "assistant", "content": answers[-1]})
             messages.append({"role": "user", "content": "more"})
+        if row["seed"] % 2:  # another context
+            name = [{"role": "user", "content": "a name, please"}]
+            reply = await client.chat.completions.create(model="m", messages=name, max_tokens=5)
+            answers.append(reply.choices[0].message.content)
         if row["seed"] % 5 == 0:
             raise ValueError("it fails")
         return float(len("".join(answers)))
@@ -390,7 +432,8 @@ def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path, changes):
     assert len(steps) == 2
     for step in steps:
         assert step["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)
-        assert 1 < step["num_turns/mean"] <= 2 and step["rollout/fork_frac"] == 0
+        assert 1 < step["num_turns/mean"] <= 3 and 0 < step["rollout/fork_frac"] < 1
+        assert 1 < step["rollout/rows/mean"] < 2 if several else step["rollout/rows/mean"] == 1
         assert 0 <= step["env/masked_frac"] < 1 and "rollout/drift_frac" in step
         assert "tools/call_frequency" not in step  # the program's requests have no tools
     assert sum(step["env/masked_frac"] for step in steps) > 0

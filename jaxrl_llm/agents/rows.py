@@ -1,0 +1,120 @@
+"""Rows of a trajectory: the contexts in which its turns were sampled.
+
+A row is a prompt and what was sampled and observed behind it. A conversation that goes on is one
+row. Another row begins where a program asks with other messages: it compacted its context, or asks
+for a part of its task. All rows of a trajectory have its reward, and so its advantage, and a group
+counts trajectories: verifiers trains the branches of a rollout so, and Agent Lightning found that
+statistics over rows favour long trajectories.
+
+A batch has a trajectory as one sample. Its further rows stand behind the first one in its response,
+each with its whole prompt, as ids that were observed. `Trajectory.row_starts` says where.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from jaxrl_llm.agents.styles import Message
+from jaxrl_llm.agents.trajectory import Trajectory, Turn
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A prompt, and what was sampled and observed behind it."""
+
+    prompt: Ids
+    response: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float]
+    turns: Sequence[Turn]  # places count from the response; rows that fork share turns
+    messages: Sequence[Message] = ()
+    sequence: Any = None  # its ids in the engine
+
+
+Sampled = tuple[Trajectory, Sequence[Row]]  # a trajectory without its ids, and its rows
+
+
+def joined(sampled: Sequence[Sampled], most: int) -> list[Trajectory]:
+    """Trajectories whose groups have one prompt each: the ids that all their first rows begin with.
+
+    What the first row's prompt has further belongs to the response, as an observation. Where a
+    response would be longer than `most`, earliest rows are left out. Of a last row that is too long
+    the end is left out. To drop the sample would favour short answers.
+    """
+    rows = [[*own] for _, own in sampled]
+    while True:
+        prompts: dict[int, Ids] = {}
+        for (trajectory, _), own in zip(sampled, rows, strict=True):
+            for first in own[:1]:
+                known = prompts.get(trajectory.group, first.prompt)
+                prompts[trajectory.group] = _common(known, first.prompt)
+        too_long = [
+            own
+            for (trajectory, _), own in zip(sampled, rows, strict=True)
+            if len(own) > 1 and _length(own) - len(prompts[trajectory.group]) > most
+        ]
+        if not too_long:
+            break
+        for own in too_long:
+            del own[0]
+    return [
+        _joined(trajectory, own, prompts[trajectory.group], most) if own else trajectory
+        for (trajectory, _), own in zip(sampled, rows, strict=True)
+    ]
+
+
+def _common(one: Ids, other: Ids) -> Ids:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return tuple(i for i, _ in pairs)
+
+
+def _length(rows: Sequence[Row]) -> int:
+    return sum(len(row.prompt) + len(row.response) for row in rows)
+
+
+def _joined(trajectory: Trajectory, rows: Sequence[Row], prompt: Ids, most: int) -> Trajectory:
+    """The rows one behind the other. A turn that several have was sampled in the first of them."""
+    if not prompt:
+        raise ValueError(
+            "config.rollout: the prompts of two samples of one row of data differ from their first "
+            "token on; begin them with the same text"
+        )
+    ids, mask, logprobs, turns, starts = [], [], [], [], []
+    messages, seen = [*trajectory.messages], set[int]()
+    for number, row in enumerate(rows):
+        starts += [len(ids)] if number else []
+        rest = row.prompt if number else row.prompt[len(prompt) :]
+        own_mask, own_logprobs, place = [*row.mask], [*row.logprobs], len(ids) + len(rest)
+        for turn in row.turns:
+            if id(turn) in seen:
+                length = turn.end - turn.start
+                own_mask[turn.start : turn.end] = [0] * length
+                own_logprobs[turn.start : turn.end] = [0.0] * length
+                continue
+            seen.add(id(turn))
+            moved = replace(
+                turn,
+                start=turn.start + place,
+                end=min(turn.end + place, most),
+                message=turn.message + len(messages) if row.messages else turn.message,
+            )
+            turns += [moved] if moved.start < most else []
+        ids += [*rest, *row.response]
+        mask += [*[0] * len(rest), *own_mask]
+        logprobs += [*[0.0] * len(rest), *own_logprobs]
+        messages += row.messages
+    return replace(
+        trajectory,
+        prompt_ids=prompt,
+        response_ids=tuple(ids[:most]),
+        mask=tuple(mask[:most]),
+        logprobs=tuple(logprobs[:most]),
+        turns=tuple(turns),
+        messages=tuple(messages),
+        row_starts=tuple(starts),
+        shortened=len(ids) > most,
+        sequences=tuple(row.sequence for row in rows),
+    )

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.numerics import masked_count, masked_mean, masked_sum, safe_divide
-from jaxrl_llm.references import nearest
 
 Scalar = Float[Array, ""]
 
@@ -136,19 +135,13 @@ AGGREGATIONS: dict[str, Callable[..., Scalar]] = {
 def aggregation(name: str, *, scale: int | None = None) -> Callable[..., Scalar]:
     """The aggregation of that name; `scale` is the length of `seq-mean-token-sum-norm`.
 
-    Raises ValueError for an unknown name, and for a scale that is not positive or that the named
-    aggregation does not use.
+    Raises: ValueError for a scale that the named aggregation does not use.
     """
-    if name not in AGGREGATIONS:
-        raise ValueError(
-            f"no loss aggregation '{name}'{nearest(name, AGGREGATIONS)}\nThe names are: "
-            f"{', '.join(AGGREGATIONS)}"
-        )
     if scale is None:
         return AGGREGATIONS[name]
-    if name != "seq-mean-token-sum-norm" or scale <= 0:
+    if name != "seq-mean-token-sum-norm":
         raise ValueError(
-            f"a loss scale of {scale} with '{name}': it is the positive length, in tokens, by "
-            "which seq-mean-token-sum-norm alone divides; leave it None otherwise"
+            f"a loss scale of {scale} with '{name}': it is the length, in tokens, by which "
+            "seq-mean-token-sum-norm alone divides; leave it None otherwise"
         )
     return functools.partial(seq_mean_token_sum_norm, scale=scale)

@@ -4,6 +4,7 @@ The defaults are in `config/algorithms.py`. Algorithms that compare the samples 
 PPO, REINFORCE++ and ReMax) need two or more, `rollout.n`.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -84,8 +85,7 @@ def _custom(settings: c.Custom) -> Algorithm | OfflineAlgorithm:
 
 
 def ppo(s: c.PPO) -> Algorithm:
-    advantage = Partial(advantages.gae, gamma=s.gamma, lam=s.lam)
-    return compose(s, advantage, _clip(s), Partial(clipped_value_loss, cliprange=s.cliprange_value))
+    return compose(s, _with(advantages.gae, s), _clip(s), _value_loss(s))
 
 
 def grpo(s: c.GRPO) -> Algorithm:
@@ -96,130 +96,29 @@ def dr_grpo(s: c.DrGRPO) -> Algorithm:
     return compose(s, Partial(group_advantages.grpo, norm_adv_by_std=False), _clip(s))
 
 
-def grpo_passk(s: c.GRPOPassK) -> Algorithm:
-    advantage = Partial(group_advantages.grpo_passk, norm_adv_by_std=s.norm_adv_by_std)
-    return compose(s, advantage, _clip(s))
-
-
-def gdpo(s: c.GDPO) -> Algorithm:
-    advantage = Partial(
-        group_advantages.gdpo, reward_weights=s.reward_weights, norm_adv_by_std=s.norm_adv_by_std
-    )
-    return compose(s, advantage, _clip(s))
-
-
-def rloo(s: c.RLOO) -> Algorithm:
-    return compose(s, group_advantages.rloo, _clip(s))
-
-
-def reinforce_plus_plus(s: c.ReinforcePlusPlus) -> Algorithm:
-    return compose(s, Partial(advantages.reinforce_plus_plus, gamma=s.gamma), _clip(s))
-
-
-def reinforce_plus_plus_baseline(s: c.ReinforcePlusPlusBaseline) -> Algorithm:
-    return compose(s, group_advantages.reinforce_plus_plus_baseline, _clip(s))
-
-
-def remax(s: c.ReMax) -> Algorithm:
-    return compose(s, advantages.remax, _clip(s))
-
-
-def opo(s: c.OPO) -> Algorithm:
-    return compose(s, group_advantages.opo, _clip(s))
-
-
 def optimal_token_baseline(s: c.OptimalTokenBaseline) -> Algorithm:
     advantage = group_advantages.optimal_token_baseline
     if s.rollout_is is not None:
         advantage = group_advantages.corrected_optimal_token_baseline
-    return compose(s, Partial(advantage, handle_zero_tail=s.handle_zero_tail), _clip(s))
+    return compose(s, _with(advantage, s), _clip(s))
 
 
 def turn_ppo(s: c.TurnPPO) -> Algorithm:
-    advantage = Partial(turn_advantages.turn_gae, gamma=s.gamma, lam=s.lam)
-    return compose(s, advantage, _clip(s), Partial(clipped_value_loss, cliprange=s.cliprange_value))
-
-
-def turn_baseline(s: c.TurnBaseline) -> Algorithm:
-    return compose(s, Partial(turn_advantages.turn_baseline, gamma=s.gamma), _clip(s))
-
-
-def discounted_turns(s: c.DiscountedTurns) -> Algorithm:
-    advantage = Partial(
-        turn_advantages.discounted_turns, gamma=s.gamma, norm_adv_by_std=s.norm_adv_by_std
-    )
-    return compose(s, advantage, _clip(s))
-
-
-def mt_grpo(s: c.MTGRPO) -> Algorithm:
-    advantage = Partial(
-        turn_advantages.mt_grpo, turn_weight=s.turn_weight, norm_adv_by_std=s.norm_adv_by_std
-    )
-    return compose(s, advantage, _clip(s))
-
-
-def gigpo(s: c.GiGPO) -> Algorithm:
-    advantage = Partial(
-        turn_advantages.gigpo,
-        gamma=s.gamma,
-        step_weight=s.step_weight,
-        norm_adv_by_std=s.norm_adv_by_std,
-    )
-    return compose(s, advantage, _clip(s))
-
-
-def gspo(s: c.GSPO) -> Algorithm:
-    loss = Partial(sequence_losses.gspo, clip_low=s.clip_low, clip_high=s.clip_high)
-    return compose(s, _group_advantage(s), loss)
-
-
-def cispo(s: c.CISPO) -> Algorithm:
-    loss = Partial(policy_losses.cispo, clip_low=s.clip_low, clip_high=s.clip_high)
-    return compose(s, _group_advantage(s), loss)
-
-
-def sapo(s: c.SAPO) -> Algorithm:
-    loss = Partial(policy_losses.sapo, tau_pos=s.tau_pos, tau_neg=s.tau_neg)
-    return compose(s, _group_advantage(s), loss)
-
-
-def gmpo(s: c.GMPO) -> Algorithm:
-    loss = Partial(sequence_losses.geo_mean, clip_low=s.clip_low, clip_high=s.clip_high)
-    return compose(s, _group_advantage(s), loss)
-
-
-def clip_cov(s: c.ClipCov) -> Algorithm:
-    loss = Partial(
-        covariance_losses.clip_cov,
-        clip_low=s.clip_low,
-        clip_high=s.clip_high,
-        clip_cov_ratio=s.clip_cov_ratio,
-        clip_cov_lb=s.clip_cov_lb,
-        clip_cov_ub=s.clip_cov_ub,
-    )
-    return compose(s, _group_advantage(s), loss)
-
-
-def kl_cov(s: c.KLCov) -> Algorithm:
-    loss = Partial(covariance_losses.kl_cov, kl_cov_ratio=s.kl_cov_ratio, ppo_kl_coef=s.ppo_kl_coef)
-    return compose(s, _group_advantage(s), loss)
-
-
-def dppo_tv(s: c.DPPOTV) -> Algorithm:
-    return compose(s, _group_advantage(s), _trust_region(s, policy_losses.dppo_tv))
-
-
-def dppo_kl(s: c.DPPOKL) -> Algorithm:
-    return compose(s, _group_advantage(s), _trust_region(s, policy_losses.dppo_kl))
-
-
-def dro(s: c.DRO) -> Algorithm:
-    return compose(s, _group_advantage(s), Partial(policy_losses.dro, beta=s.beta))
+    return compose(s, _with(turn_advantages.turn_gae, s), _clip(s), _value_loss(s))
 
 
 def gpg(s: c.GPG) -> Algorithm:
-    advantage = Partial(group_advantages.gpg, f_norm=s.f_norm)
-    return compose(s, advantage, policy_losses.policy_gradient)
+    return compose(s, _with(group_advantages.gpg, s), policy_losses.policy_gradient)
+
+
+def _clipped(advantage: Callable[..., Any]) -> Callable[[Any], Algorithm]:
+    """An estimator of advantages with PPO's loss."""
+    return lambda s: compose(s, _with(advantage, s), _clip(s))
+
+
+def _grouped(loss: Callable[..., Any]) -> Callable[[Any], Algorithm]:
+    """A policy loss with GRPO's advantages."""
+    return lambda s: compose(s, _group_advantage(s), _with(loss, s))
 
 
 def pair(s: c.Pair) -> Algorithm:
@@ -242,8 +141,8 @@ def rejection_sampling(s: c.RejectionSampling) -> Algorithm:
         kl_loss_type=s.kl_loss_type,
         kl_loss_coef=s.kl_loss_coef,
     )
-    advantage = Partial(imitation.best_of_n, threshold=s.threshold)
-    return replace(compose(shared, advantage, imitation.nll), rejection=imitation.keep_chosen)
+    algorithm = compose(shared, _with(imitation.best_of_n, s), imitation.nll)
+    return replace(algorithm, rejection=imitation.keep_chosen)
 
 
 def distillation(s: c.Distillation) -> Algorithm:
@@ -262,23 +161,23 @@ def _of_completions(s: c.FromTeacher) -> c.Composed:
     return c.Composed(loss_aggregation=s.loss_aggregation, entropy_coef=s.entropy_coef)
 
 
+def _with(fn: Callable[..., Any], s: c.AlgorithmSettings) -> Callable[..., Any]:
+    """`fn` with those settings of `s` that are its keyword-only parameters."""
+    parameters = inspect.signature(fn).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and hasattr(s, p.name)]
+    return Partial(fn, **{name: getattr(s, name) for name in names}) if names else fn
+
+
 def _clip(s: c.Clipped | c.Distillation) -> Callable[..., Any]:
-    return Partial(
-        policy_losses.ppo_clip, clip_low=s.clip_low, clip_high=s.clip_high, clip_c=s.clip_c
-    )
+    return _with(policy_losses.ppo_clip, s)
 
 
 def _group_advantage(s: c.GRPO | c.GroupAdvantage) -> Callable[..., Any]:
-    return Partial(group_advantages.grpo, norm_adv_by_std=s.norm_adv_by_std, std_of=s.std_of)
+    return _with(group_advantages.grpo, s)
 
 
-def _trust_region(s: c.DPPOTV, loss: Callable[..., Any]) -> Callable[..., Any]:
-    return Partial(
-        loss,
-        divergence_low=s.divergence_low,
-        divergence_high=s.divergence_high,
-        clip_c=s.clip_c,
-    )
+def _value_loss(s: c.PPO | c.TurnPPO) -> Callable[..., Any]:
+    return Partial(clipped_value_loss, cliprange=s.cliprange_value)
 
 
 # The two names of `Pair`: the algorithm whose advantage or loss each takes. They are verl's, which
@@ -323,7 +222,7 @@ def sft(s: c.SFT) -> OfflineAlgorithm:
 
 
 def reward_model(s: c.PairwiseRewardModel) -> OfflineAlgorithm:
-    return OfflineAlgorithm(loss=Partial(preference_losses.bradley_terry, center=s.center))
+    return OfflineAlgorithm(loss=_with(preference_losses.bradley_terry, s))
 
 
 def reward_regression(s: c.RewardRegression) -> OfflineAlgorithm:
@@ -335,7 +234,7 @@ def dpo(s: c.DPO) -> OfflineAlgorithm:
     normalised = s.form in ("ipo", "sigmoid_norm")
     loss = preference_losses.dpo_normalised if normalised else preference_losses.dpo
     return OfflineAlgorithm(
-        loss=Partial(loss, beta=s.beta, form=s.form, label_smoothing=s.label_smoothing),
+        loss=_with(loss, s),
         token_loss=preference_losses.chosen_nll if s.sft_coef else None,
         token_loss_coef=s.sft_coef,
     )
@@ -346,22 +245,16 @@ def ipo(s: c.IPO) -> OfflineAlgorithm:
 
 
 def kto(s: c.KTO) -> OfflineAlgorithm:
-    loss = Partial(
-        preference_losses.kto,
-        beta=s.beta,
-        desirable_weight=s.desirable_weight,
-        undesirable_weight=s.undesirable_weight,
-    )
     return OfflineAlgorithm(
-        loss=loss,
+        loss=_with(preference_losses.kto, s),
         baseline=preference_losses.mismatched_kl,
-        judge_pairs=Partial(preference_losses.judged_pairs, beta=s.beta),
+        judge_pairs=_with(preference_losses.judged_pairs, s),
     )
 
 
 def orpo(s: c.ORPO) -> OfflineAlgorithm:
     return OfflineAlgorithm(
-        loss=Partial(preference_losses.orpo, beta=s.beta),
+        loss=_with(preference_losses.orpo, s),
         token_loss=preference_losses.chosen_row_nll,
     )
 
@@ -385,7 +278,7 @@ def cpo(s: c.CPO) -> OfflineAlgorithm:
     _check_smoothing(s.form, s.label_smoothing, ("sigmoid",))
     loss = preference_losses.cpo_normalised if s.form == "ipo" else preference_losses.cpo
     return OfflineAlgorithm(
-        loss=Partial(loss, beta=s.beta, form=s.form, label_smoothing=s.label_smoothing),
+        loss=_with(loss, s),
         token_loss=preference_losses.chosen_nll if s.cpo_alpha else None,
         token_loss_coef=s.cpo_alpha,
     )
@@ -404,28 +297,28 @@ BUILDERS: dict[type[Any], Callable[[Any], Algorithm | OfflineAlgorithm]] = {
     c.GRPO: grpo,
     c.DrGRPO: dr_grpo,
     c.DAPO: grpo,
-    c.GRPOPassK: grpo_passk,
-    c.GDPO: gdpo,
-    c.RLOO: rloo,
-    c.ReinforcePlusPlus: reinforce_plus_plus,
-    c.ReinforcePlusPlusBaseline: reinforce_plus_plus_baseline,
-    c.ReMax: remax,
-    c.OPO: opo,
+    c.GRPOPassK: _clipped(group_advantages.grpo_passk),
+    c.GDPO: _clipped(group_advantages.gdpo),
+    c.RLOO: _clipped(group_advantages.rloo),
+    c.ReinforcePlusPlus: _clipped(advantages.reinforce_plus_plus),
+    c.ReinforcePlusPlusBaseline: _clipped(group_advantages.reinforce_plus_plus_baseline),
+    c.ReMax: _clipped(advantages.remax),
+    c.OPO: _clipped(group_advantages.opo),
     c.OptimalTokenBaseline: optimal_token_baseline,
     c.TurnPPO: turn_ppo,
-    c.TurnBaseline: turn_baseline,
-    c.DiscountedTurns: discounted_turns,
-    c.MTGRPO: mt_grpo,
-    c.GiGPO: gigpo,
-    c.GSPO: gspo,
-    c.CISPO: cispo,
-    c.SAPO: sapo,
-    c.GMPO: gmpo,
-    c.ClipCov: clip_cov,
-    c.KLCov: kl_cov,
-    c.DPPOTV: dppo_tv,
-    c.DPPOKL: dppo_kl,
-    c.DRO: dro,
+    c.TurnBaseline: _clipped(turn_advantages.turn_baseline),
+    c.DiscountedTurns: _clipped(turn_advantages.discounted_turns),
+    c.MTGRPO: _clipped(turn_advantages.mt_grpo),
+    c.GiGPO: _clipped(turn_advantages.gigpo),
+    c.GSPO: _grouped(sequence_losses.gspo),
+    c.CISPO: _grouped(policy_losses.cispo),
+    c.SAPO: _grouped(policy_losses.sapo),
+    c.GMPO: _grouped(sequence_losses.geo_mean),
+    c.ClipCov: _grouped(covariance_losses.clip_cov),
+    c.KLCov: _grouped(covariance_losses.kl_cov),
+    c.DPPOTV: _grouped(policy_losses.dppo_tv),
+    c.DPPOKL: _grouped(policy_losses.dppo_kl),
+    c.DRO: _grouped(policy_losses.dro),
     c.GPG: gpg,
     c.Pair: pair,
     c.RejectionSampling: rejection_sampling,

@@ -321,42 +321,30 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
             window=5,
             look_at="samples that are all alike, entropy_coef, clip_high, learning rate",
         ),
-        "kl": Level(
-            window=5,
-            look_at="kl_coef or kl_loss_coef, learning rate, held-out score",
-        ),
-        "update_kl": Level(
-            window=1,
-            look_at="learning rate, ppo_epochs, actor/pg_clipfrac",
-        ),
-        "clip_fraction": Level(
-            look_at="learning rate, ppo_epochs, clip_low and clip_high",
-        ),
+        "kl": Level(window=5, look_at="kl_coef or kl_loss_coef, learning rate, held-out score"),
+        "update_kl": Level(window=1, look_at="learning rate, ppo_epochs, actor/pg_clipfrac"),
+        "clip_fraction": Level(look_at="learning rate, ppo_epochs, clip_low and clip_high"),
         "ratio": Factor(
-            look_at="learning rate, ppo_epochs, the number of mini-batches, actor/ppo_kl",
+            look_at="learning rate, ppo_epochs, the number of mini-batches, actor/ppo_kl"
         ),
         "mismatch": Fresh(
-            window=5,
-            look_at="dtypes of rollout and actor, quantization, rollout_is",
+            window=5, look_at="dtypes of rollout and actor, quantization, rollout_is"
         ),
         "reward_std": Deviation(
-            side="at most",
-            look_at="the reward function, rewards/failures, samples",
+            side="at most", look_at="the reward function, rewards/failures, samples"
         ),
         "reward_deviation": Unrest(
-            look_at="learning rate, the scale of the reward, rewards/failures, samples",
+            look_at="learning rate, the scale of the reward, rewards/failures, samples"
         ),
         "zero_variance": Level(
-            look_at="difficulty of the prompts, rollout.n, filter_groups, the reward function",
+            look_at="difficulty of the prompts, rollout.n, filter_groups, the reward function"
         ),
         "length_drift": Shift(
             least=16.0,
             both=True,
             look_at="samples, rewards that depend on length, loss aggregation",
         ),
-        "cut_share": Level(
-            look_at="max_response_length, stop tokens, an overlong penalty",
-        ),
+        "cut_share": Level(look_at="max_response_length, stop tokens, an overlong penalty"),
         "masked_share": Level(
             window=5,
             look_at="the failures in the samples, the reward's server or sandbox, mask_truncated",
@@ -374,35 +362,24 @@ def watchers(config: AlarmsConfig) -> dict[str, Watcher]:
             both=True,
             look_at="samples, stop/*, rewards that depend on the number of turns",
         ),
-        "repetition": Level(
-            look_at="samples, temperature, learning rate",
-        ),
+        "repetition": Level(look_at="samples, temperature, learning rate"),
         "reward_hacking": Hacking(
-            look_at="samples with high reward, the reward function, an earlier checkpoint",
+            look_at="samples with high reward, the reward function, an earlier checkpoint"
         ),
         "explained_variance": Level(
-            side="below",
-            look_at="the critic's learning rate, critic.warmup_steps",
+            side="below", look_at="the critic's learning rate, critic.warmup_steps"
         ),
         "host_memory": Growth(
-            look_at="the reward function and dataset class, the step at which it began",
+            look_at="the reward function and dataset class, the step at which it began"
         ),
-        "device_memory": Growth(
-            look_at="arrays that your own stages keep",
-        ),
+        "device_memory": Growth(look_at="arrays that your own stages keep"),
         "step_time": Duration(
             least=1.0,
             look_at="timing_s/* of these steps, response lengths, other jobs on the machine",
         ),
     }
-    return {
-        name: replace(
-            watcher,
-            metrics=WATCHED[name],
-            threshold=getattr(getattr(config, name), "threshold", 0.0),
-        )
-        for name, watcher in table.items()
-    }
+    bounds = {name: getattr(getattr(config, name), "threshold", 0.0) for name in table}
+    return {n: replace(w, metrics=WATCHED[n], threshold=bounds[n]) for n, w in table.items()}
 
 
 # ------------------------------------------------------------------------- all of them

@@ -522,10 +522,12 @@ def test_a_schedule_of_other_caches_is_refused():
         larger.schedule(num_splits=2),
         larger.schedule(num_splits=2, slots_per_prompt=1),
     ):
-        with pytest.raises(ValueError, match="own_capacity and tuning"):
+        with pytest.raises(AssertionError):
             case.run(schedule=schedule)
-    with pytest.raises(ValueError, match="blocks of 128"):
+    with pytest.raises(AssertionError):
         case.run(schedule=case.schedule(num_splits=2), tuning=DecodeTuning(block=128))
+    with pytest.raises(AssertionError):
+        case.run(schedule=case.schedule(slots=[0]))
 
 
 def test_auto_is_xla_without_a_gpu():
@@ -589,26 +591,11 @@ def test_refusals_name_the_remedy(change: dict, message: str):
         case.run()
 
 
-def test_refuses_other_dtypes_and_shapes():
-    case = Case([0], [4], [4])
-    inputs = case.inputs()
-    float32 = {
-        name: getattr(inputs, name).astype(jnp.float32)
-        for name in ("q_BNH", "new_BK2H", "prefix_CK2PH")
-    }
-    q_float32 = inputs._replace(q_BNH=float32["q_BNH"])
+def test_refuses_other_dtypes():
+    inputs = Case([0], [4], [4]).inputs()
+    float32 = inputs._replace(q_BNH=inputs.q_BNH.astype(jnp.float32))
     with pytest.raises(ValueError, match="takes bfloat16"):
-        prefix_decode_attention(q_float32, implementation="pallas")
-    with pytest.raises(ValueError, match="different dtypes"):
-        prefix_decode_attention(inputs._replace(prefix_CK2PH=float32["prefix_CK2PH"]))
-    with pytest.raises(ValueError, match="different dtypes"):
-        prefix_decode_attention(inputs._replace(new_BK2H=float32["new_BK2H"]))
-    with pytest.raises(ValueError, match="one key and one value per slot"):
-        prefix_decode_attention(inputs._replace(new_BK2H=inputs.new_BK2H[:, :, :1]))
-    with pytest.raises(ValueError, match="a list of pages per slot"):
-        prefix_decode_attention(inputs._replace(page_table_BT=jnp.zeros((2, 1), jnp.int32)))
-    with pytest.raises(ValueError, match="one number per slot"):
-        prefix_decode_attention(inputs._replace(own_lengths_B=jnp.zeros((2,), jnp.int32)))
+        prefix_decode_attention(float32, implementation="pallas")
 
 
 def test_refuses_on_the_card_as_many_entries_a_block_as_a_head_has_dimensions():
@@ -631,9 +618,3 @@ def test_parts_are_of_what_a_window_leaves(monkeypatch: pytest.MonkeyPatch):
         settings = dict(window=window, implementation="pallas")
         prefix_decode_attention(case.inputs(), **settings)
     assert found == {None: 16, 70: 1}
-
-
-def test_refuses_a_schedule_of_other_slots():
-    case = Case([0, 0], [4, 4], [4, 4])
-    with pytest.raises(ValueError, match="make it for these 2 slots"):
-        case.run(schedule=case.schedule(slots=[0]))

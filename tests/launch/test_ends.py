@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.kl import kl_penalty
+from jaxrl_llm.algorithms.aggregation import aggregation
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.launch import exits, interrupts
 from jaxrl_llm.launch.exits import UNREAD
@@ -46,9 +46,9 @@ def test_exit_codes(capsys):
 
 
 def test_our_own_value_errors_need_no_traceback(capsys):
-    code, message = ended(lambda argv: kl_penalty("k5"), capsys)
+    code, message = ended(lambda argv: aggregation("token-mean", scale=5), capsys)
     assert code == 2
-    assert "error: no KL estimator 'k5'" in message
+    assert "error: a loss scale of 5 with" in message
 
 
 def test_other_value_errors_keep_their_traceback(capsys):

@@ -166,20 +166,12 @@ def _kernel_fits(inputs: DecodeInputs) -> bool:
 
 
 def _check_schedule(schedule: DecodeSchedule, inputs: DecodeInputs, block: int) -> None:
-    """Raise ValueError for a schedule of other inputs: parts that nothing wrote would be merged."""
+    """Assert that it is of these inputs: else parts that nothing wrote would be merged."""
     jobs, prompts, B = schedule.jobs, schedule.prompts, inputs.q_BNH.shape[0]
-    tiles = None if prompts is None else prompts.slots_WI.shape
-    wanted = (B, TILE_ROWS // padded_rows(inputs.group_size))
-    if jobs.table_U4.shape != (B * jobs.num_splits, 4) or tiles not in (None, wanted):
-        raise ValueError(
-            f"the schedule has {jobs.table_U4.shape[0] // jobs.num_splits} slots and prompt tiles "
-            f"of shape {tiles}: make it for these {B} slots, with group_size={inputs.group_size}"
-        )
+    assert jobs.table_U4.shape == (B * jobs.num_splits, 4), jobs.table_U4.shape
+    if prompts is not None:
+        wanted = (B, TILE_ROWS // padded_rows(inputs.group_size))
+        assert prompts.slots_WI.shape == wanted, prompts.slots_WI.shape
     capacity = inputs.own_capacity + (inputs.prefix_capacity if prompts is None else 0)
-    sizes = jobs.blocks_per_split, jobs.block
-    if sizes != (split_blocks(capacity, jobs.num_splits, block), block):
-        raise ValueError(
-            f"the schedule's splits have {sizes[0]} blocks of {sizes[1]} entries, but "
-            f"the caches have room for {capacity} in blocks of {block}: make it with this call's "
-            "prefix_capacity, own_capacity and tuning"
-        )
+    wanted = (split_blocks(capacity, jobs.num_splits, block), block)
+    assert (jobs.blocks_per_split, jobs.block) == wanted, (jobs.blocks_per_split, jobs.block)

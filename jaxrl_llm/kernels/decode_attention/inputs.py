@@ -45,34 +45,13 @@ class DecodeInputs(NamedTuple):
         return self.page_table_BT.shape[1] * self.own_OK2RH.shape[3]
 
     def check(self) -> None:
-        """Raise ValueError, with the remedy, for shapes and dtypes that do not fit together."""
+        """Assert that shapes and dtypes fit together."""
         B, N, H = self.q_BNH.shape
         K, P, R = self.prefix_CK2PH.shape[1], self.prefix_capacity, self.own_OK2RH.shape[3]
-        caches = [x.shape[1:] for x in (self.prefix_CK2PH, self.own_OK2RH)]
-        if caches != [(K, 2, P, H), (K, 2, R, H)] or N % K:
-            raise ValueError(
-                f"q {self.q_BNH.shape} needs keys and values of prompts [prompts, K, 2, entries, "
-                f"{H}] and pages [pages, K, 2, entries, {H}] where K divides {N}, not "
-                f"{[x.shape for x in (self.prefix_CK2PH, self.own_OK2RH)]}"
-            )
-        if not self.prefix_CK2PH.dtype == self.own_OK2RH.dtype == self.new_BK2H.dtype:
-            raise ValueError(
-                "the two caches and the new entries have different dtypes: give them one"
-            )
-        if self.new_BK2H.shape != (B, K, 2, H):
-            raise ValueError(
-                f"the new keys and values have shape {self.new_BK2H.shape}: give one key and one "
-                f"value per slot and KV head, {(B, K, 2, H)}"
-            )
-        for name, x in (
-            ("prefix_rows", self.prefix_rows_B),
-            ("prefix_lengths", self.prefix_lengths_B),
-            ("own_lengths", self.own_lengths_B),
-        ):
-            if x.shape != (B,):
-                raise ValueError(f"{name} has shape {x.shape}: give one number per slot, ({B},)")
-        if self.page_table_BT.ndim != 2 or self.page_table_BT.shape[0] != B:
-            raise ValueError(
-                f"the page table has shape {self.page_table_BT.shape}: give a list of pages per "
-                f"slot, ({B}, T)"
-            )
+        assert self.prefix_CK2PH.shape[1:] == (K, 2, P, H) and N % K == 0, self.prefix_CK2PH.shape
+        assert self.own_OK2RH.shape[1:] == (K, 2, R, H), self.own_OK2RH.shape
+        assert self.new_BK2H.shape == (B, K, 2, H), self.new_BK2H.shape
+        assert self.prefix_CK2PH.dtype == self.own_OK2RH.dtype == self.new_BK2H.dtype
+        for x in (self.prefix_rows_B, self.prefix_lengths_B, self.own_lengths_B):
+            assert x.shape == (B,), x.shape
+        assert self.page_table_BT.ndim == 2 and self.page_table_BT.shape[0] == B

@@ -196,27 +196,16 @@ def check_inputs(
     lengths: Array | None,
     visibility: Visibility | None,
 ) -> None:
-    """Raise ValueError, with the remedy, for shapes and masks that do not fit together."""
+    """Assert that shapes and masks fit together."""
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     of_part = visibility is not None and visibility.last_BT is not None
     keys = k_BTKH.shape[1] if of_part else T
-    if k_BTKH.shape != (B, keys, K, H) or v_BTKH.shape != k_BTKH.shape:
-        raise ValueError(
-            f"q {q_BTNH.shape} needs k and v of shape [{B}, {T}, KV heads, {H}], "
-            f"not {k_BTKH.shape} and {v_BTKH.shape}"
-        )
-    if N % K:
-        raise ValueError(f"{N} query heads cannot share {K} KV heads: give a divisor of {N}")
-    if visibility is None:
-        return
-    if not causal or window is not None or lengths is not None:
-        raise ValueError(
-            "visibility says all of which keys a token sees: leave causal, window and lengths out "
-            "(packed_visibility takes a window)"
-        )
-    if visibility.start_BT.shape != (B, T):
-        raise ValueError(f"visibility {visibility.start_BT.shape} for rows of shape {(B, T)}")
+    assert k_BTKH.shape == v_BTKH.shape == (B, keys, K, H), (k_BTKH.shape, v_BTKH.shape)
+    assert N % K == 0, (N, K)
+    if visibility is not None:  # it says all of which keys a token sees
+        assert causal and window is None and lengths is None
+        assert visibility.start_BT.shape == (B, T), visibility.start_BT.shape
 
 
 def _zero_padding(out_BTNH: Array, lengths: Array | None) -> Array:

@@ -83,6 +83,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(1, min(cores + 1, MOST_WORKERS, memory // WORKER_BYTES))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the folders whose every test has a marker that the command leaves out."""
+    marker = {"parity": "torch", "h200": "h200"}.get(collection_path.name)
+    left_out = marker is not None and f"not {marker}" in config.option.markexpr
+    return True if left_out and collection_path.parent == Path(__file__).parent else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Long runs and programs for a GPU are compiled as users have them, the others fast."""
     # Tracing makes many objects that live; looking for cycles among them took a sixth of the time.

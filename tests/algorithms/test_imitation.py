@@ -52,20 +52,6 @@ def test_a_group_of_one_keeps_its_sample_and_an_empty_one_nothing():
     np.testing.assert_array_equal(nothing, np.zeros_like(MASK))
 
 
-def test_best_of_n_moves_with_its_samples_and_reads_no_padding():
-    rng = np.random.default_rng(0)
-    rewards = rng.normal(size=(12, 3)).astype(np.float32)
-    mask = (np.arange(3) < rng.integers(0, 4, (12, 1))).astype(np.float32)
-    groups = rng.permutation(np.arange(12) % 3)
-    run = jax.jit(imitation.best_of_n)
-    weights, _ = run(rewards, mask, groups)
-    order = rng.permutation(12)
-    moved, _ = run(rewards[order], mask[order], groups[order])
-    np.testing.assert_array_equal(moved, np.array(weights)[order])
-    noisy, _ = run(np.where(mask != 0, rewards, np.float32(np.nan)), mask, groups)
-    np.testing.assert_array_equal(noisy, weights)
-
-
 def test_kept_samples_and_their_share(checked):
     weights = np.array(best_of_n(REWARDS, MASK, GROUPS)[0])
     kept, metrics = compiled(checked(imitation.keep_chosen), weights, MASK)

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from finite_differences import numeric_gradient
 
 from jaxrl_llm.algorithms.kl import (
-    KL_ESTIMATORS,
     AdaptiveKL,
     FixedKL,
     batch_kl,
@@ -17,7 +15,6 @@ from jaxrl_llm.algorithms.kl import (
     kl_k2,
     kl_k3,
     kl_k3_unclamped,
-    kl_penalty,
     make_kl_controller,
     straight_through,
 )
@@ -63,24 +60,6 @@ def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(estimator)
     np.testing.assert_allclose(gradient, GRADIENTS[kl_k2], atol=1e-6)
 
 
-FORMULAS = {  # of p - q, where no token is clamped
-    kl_k1: lambda d: d,
-    kl_abs: np.abs,
-    kl_k2: lambda d: d**2 / 2,
-    kl_k3: lambda d: np.exp(-d) + d - 1,
-    kl_k3_unclamped: lambda d: np.exp(-d) + d - 1,
-}
-
-
-@pytest.mark.parametrize("estimator", list(VALUES))
-def test_gradients_against_finite_differences(estimator):
-    rng = np.random.default_rng(0)
-    p, q = 0.5 * rng.normal(size=(2, 3, 4))
-    gradient = jax.grad(lambda x: estimator(x, jnp.array(q, jnp.float32)).sum())
-    expected = numeric_gradient(lambda x: FORMULAS[estimator](x - q).sum(), p)
-    np.testing.assert_allclose(gradient(jnp.array(p, jnp.float32)), expected, atol=1e-5)
-
-
 def test_k3_is_clamped_and_finite():
     logprobs, reference = jnp.array([[-900.0, 0.0]]), jnp.array([[0.0, -900.0]])
     np.testing.assert_array_equal(kl_k3(logprobs, reference), [[10.0, 10.0]])
@@ -103,24 +82,6 @@ def test_estimators_agree_in_expectation_with_the_exact_kl():
     log_p, log_q = jnp.log(jnp.array([p])), jnp.log(jnp.array([q]))
     for estimator in (kl_k1, kl_k3, kl_k3_unclamped):
         np.testing.assert_allclose((p * np.array(estimator(log_p, log_q))).sum(), exact, atol=1e-6)
-
-
-def test_names():
-    assert kl_penalty("k1") is kl_k1 and kl_penalty("kl") is kl_k1
-    assert kl_penalty("low_var_kl") is kl_penalty("k3") is kl_k3
-    assert kl_penalty("mse") is kl_k2
-
-
-def test_a_name_with_plus_has_the_same_value():
-    logprobs, reference = arrays()
-    for name in KL_ESTIMATORS:
-        with_plus = kl_penalty(name + "+")(logprobs, reference)
-        np.testing.assert_array_equal(with_plus, kl_penalty(name)(logprobs, reference))
-
-
-def test_an_unknown_name_gets_the_nearest():
-    with pytest.raises(ValueError, match="did you mean 'low_var_kl'"):
-        kl_penalty("low_var_k")
 
 
 def test_kl_in_reward_by_hand(checked):
@@ -164,17 +125,7 @@ def test_adaptive_controller_by_hand():
         controller.update(state, jnp.float32(0.0), 500)
 
 
-def test_controller_state_goes_through_jit():
-    controller = AdaptiveKL(0.5)
-    updated = jax.jit(controller.update, static_argnums=2)(
-        controller.init(), jnp.float32(0.2), 1000
-    )
-    np.testing.assert_allclose(updated, 0.5 * 1.02, rtol=1e-6)
-
-
-def test_controllers_by_name_and_refusals():
+def test_controllers_by_name():
     assert make_kl_controller("fixed", coef=0.1, horizon=1.0, target=1.0) == FixedKL(0.1)
     adaptive = make_kl_controller("adaptive", coef=0.1, horizon=5.0, target=2.0)
     assert adaptive == AdaptiveKL(0.1, horizon=5.0, target=2.0)
-    with pytest.raises(ValueError, match="fixed, adaptive"):
-        make_kl_controller("adaptiv", coef=0.1, horizon=1.0, target=1.0)

@@ -76,20 +76,6 @@ def test_normalised_weights_have_mean_one():
     np.testing.assert_allclose(weights[:2, 0], np.array([5, 0.8]) / 2.9, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fn", [token_weights, sequence_weights])
-def test_weights_without_a_gap_padding_or_tokens(fn):
-    old, rollout, mask = arrays()
-    dirty = jnp.where(mask > 0, old, jnp.nan)
-    weights, metrics = fn(dirty, dirty, mask)
-    np.testing.assert_array_equal(weights, mask)
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 1.0
-    empty, metrics = fn(old, rollout, jnp.zeros_like(mask))
-    np.testing.assert_array_equal(empty, 0.0)
-    assert all(np.isfinite(value) for value in metrics.values())
-    gradient = jax.grad(lambda x: fn(x, rollout, mask)[0].sum())(old)
-    np.testing.assert_array_equal(gradient, 0.0)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [(2, (None, 2.0)), ("2.5", (None, 2.5)), ("0.5_2.0", (0.5, 2.0)), ("1e-2_1", (0.01, 1.0))],

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -19,20 +18,15 @@ from benchmarks import (
     attention,
     baseline,
     command,
-    decode,
     generation,
     records,
     roofline,
-    training,
 )
 from benchmarks.baseline import run_peers
 from benchmarks.harness import run_cases
 from benchmarks.options import read_options
 from benchmarks.records import Row
 from benchmarks.rl_step import rl_step_cases
-from benchmarks.training import training_cases
-from jaxrl_llm.generation import tail
-from jaxrl_llm.learner.rows import Rows
 from jaxrl_llm.models.base import model_spec
 from jaxrl_llm.models.families import to_hf_config
 from jaxrl_llm.models.shapes import SHAPES
@@ -72,50 +66,6 @@ def test_a_wrong_row_of_attention_is_found(row, factor, message, monkeypatch):
     assert all(message in row.error for row in rows), rows
 
 
-@pytest.mark.nightly
-def test_a_gradient_that_rows_get_from_others_is_found(monkeypatch):
-    def leaking(q, k, v, **settings):
-        nothing = v[1:2] - jax.lax.stop_gradient(v[1:2])
-        groups = q.shape[2] // v.shape[2]
-        return attention_of(q, k, v, **settings) + nothing.repeat(groups, axis=2)
-
-    attention_of = attention.attention
-    monkeypatch.setattr(attention, "attention", leaking)
-    forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
-    assert not forward.error and "dv without a cotangent" in both.error
-
-
-@pytest.mark.nightly
-def test_gradients_of_all_queries_must_be_finite(monkeypatch):
-    """A kernel whose gradient by keys fails unless some query has no cotangent."""
-
-    @jax.custom_vjp
-    def failing(k):
-        return k
-
-    def backward(_, dk):
-        return (jnp.where((dk == 0).all(axis=(2, 3)).any(), dk, jnp.nan),)
-
-    failing.defvjp(lambda k: (k, None), backward)
-    attention_of = attention.attention
-    monkeypatch.setattr(
-        attention, "attention", lambda q, k, v, **settings: attention_of(q, failing(k), v)
-    )
-    forward, both = rows_of("attention", "--workload=dense", "--batch=8x32")
-    assert not forward.error and both.error.endswith("not finite is 1, which must be at most 0")
-
-
-@pytest.mark.slow
-def test_results_lie_where_nan_was(monkeypatch):
-    """Before each of the two calls that are checked, so that what is not written is seen."""
-    shapes = []
-    monkeypatch.setattr(attention, "poison", lambda like: shapes.append([x.shape for x in like]))
-    forward, both = rows_of("attention", "--workload=dense", "--batch=2x32")
-    assert not forward.error and not both.error
-    assert [len(results) for results in shapes] == [1, 1, 4, 4]
-    assert all(shape[:2] == (2, 32) for results in shapes for shape in results)
-
-
 def test_wrong_gradient_of_attention_is_found(monkeypatch):
     def twice_dv(q, k, v, **settings):
         # The value of v with twice its gradient.
@@ -127,69 +77,11 @@ def test_wrong_gradient_of_attention_is_found(monkeypatch):
     assert not forward.error and "dv_error" in both.error
 
 
-@pytest.mark.slow
-def test_wrong_loss_is_found(monkeypatch):
-    monkeypatch.setattr(training, "CLIP", 0.6)
-    (found,) = rows_of("training", "--workload=logprob", "--batch=1x8")
-    assert "gradient_error" in found.error
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        pytest.param(
-            ["--workload=mix", "--config.actor.micro_batch_tokens=128"],
-            "gradient_error",
-            marks=pytest.mark.slow,
-        ),
-        (
-            ["--workload=values", "--batch=2x8", "--config.critic.micro_batch_tokens=128"],
-            "value_error",
-        ),
-    ],
-)
-def test_packed_samples_that_see_each_other_are_found(words, error, monkeypatch):
-    monkeypatch.setattr(Rows, "visibility", lambda self, *window: None)
-    (wrong,) = rows_of("training", *words)
-    assert error in wrong.error
-
-
 def test_wrong_logprobs_are_found(monkeypatch):
     right = generation.row_logprobs
     monkeypatch.setattr(generation, "row_logprobs", lambda *a, **k: right(*a, **k) - 0.1)
     (found,) = rows_of("generation", "--workload=fixed", "--batch=1")
     assert "token_mult_prob_error" in found.error
-
-
-@pytest.mark.nightly
-def test_loops_of_a_generation_are_programs_that_compute_the_same(monkeypatch):
-    monkeypatch.setattr(tail, "SHORTEST_RESPONSE", 1)
-    monkeypatch.setattr(tail, "SMALLEST_TAILS", (4, 2))
-    (case,) = command._cases(
-        read_options(["generation", TINY, "--workload=rl_mix", "--groups=4x2"])
-    )
-    programs = {name: program.compile() for name, program in case.lower().items()}
-    assert sorted(programs) == [*(f"main {i}" for i in range(4)), "trainer"]
-    case.prepare(programs)
-    case.check()
-    case.calls = 0  # the same seed
-    out = case.run()
-    whole = jax.jit(case._answer)(case.params, *case.inputs, case.keys[0])
-    np.testing.assert_array_equal(out.tokens, whole.tokens)
-    np.testing.assert_array_equal(out.logprobs, whole.logprobs)
-
-
-@pytest.mark.slow
-def test_wrong_attention_of_the_last_slots_is_found(monkeypatch):
-    def wrong(inputs, **settings):
-        out, own = right(inputs, **settings)
-        return out.at[-2:].multiply(3), own
-
-    right = decode.prefix_decode_attention
-    monkeypatch.setattr(decode, "prefix_decode_attention", wrong)
-    rows = rows_of("attention", "--workload=decode", "--batch=16x64", "--groups=8x2")
-    assert all("output_error" in row.error for row in rows), rows
 
 
 # ------------------------------------------------------------------------- whole commands
@@ -360,12 +252,6 @@ def test_peers_are_found_when_scripts_are_apart_from_the_package(tmp_path):
         timeout=60,
     )
     assert str(scripts / "benchmarks" / "peers" / "torch_training.py") in done.stdout, done.stderr
-
-
-def test_the_reference_is_timed_with_frozen_weights():
-    (case,) = training_cases(read_options(["training", TINY, "--workload=reference"]))
-    assert case.stage.name == "ref" and case.role.name == "reference"
-    assert {str(x.dtype) for x in jax.tree.leaves(case.role.abstract())} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,11 @@ from tiny_models import tiny_config as tiny_model_config
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.config import MeshConfig, PhaseMeshConfig
-from jaxrl_llm.distributed.layout import mesh_of, shard_rows, shard_stacked, train_layout
+from jaxrl_llm.distributed.layout import mesh_of, train_layout
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.multihost import fetch, make_global
 from jaxrl_llm.distributed.sharding import batch_sharding, replicated
-from jaxrl_llm.learner.forward import head_logprobs, response_values
-from jaxrl_llm.learner.losses import PolicyLoss, ValueLoss, with_counts
-from jaxrl_llm.learner.micro_batches import Packed, Padded
-from jaxrl_llm.learner.rows import rows_of
-from jaxrl_llm.learner.train_step import accumulate
+from jaxrl_llm.learner.forward import head_logprobs
 from jaxrl_llm.models.base import bind, model_spec
 
 MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
@@ -57,47 +53,6 @@ def fields() -> dict[str, np.ndarray]:
     }
 
 
-def learn(mesh=None, *, row_tokens=0):
-    """(loss, gradients) of actor and critic, and values, in numpy; packed into rows or padded."""
-    iteration = open_iteration(tiny_config(num_layers=2), mesh)
-    layout = iteration.roles["actor"].layout
-    micro_batches = Padded(num=2, shard=shard_stacked(layout))
-    if row_tokens:
-        replicas = layout.num_replicas
-        shard = shard_rows(layout)
-        micro_batches = Packed(row_tokens=row_tokens, num_replicas=replicas, shard=shard)
-    batch = make_global(fields(), batch_sharding(iteration.mesh))
-    out = {}
-    for name, seed in (("actor", 5), ("critic", 6)):
-        role = iteration.roles[name]
-        common = {"spec": role.spec, "settings": role.forward}
-        params = make_global(random_params(role.spec.params, seed), role.param_shardings)
-        if name == "actor":
-            loss = PolicyLoss(algorithm=ALGORITHM, temperature=0.9, **common)
-        else:
-            loss = ValueLoss(algorithm=ALGORITHM, **common)
-
-            def values(params, batch, common=common):
-                def run(part):
-                    return response_values(params, rows_of(part), **common)
-
-                return micro_batches.join(run, batch) * batch["mask"]
-
-            out["values"] = fetch(jax.jit(values)(params, batch))
-
-        def gradients(params, batch, loss=loss, cast_ahead=role.forward.cast_ahead):
-            batch = with_counts(batch, jnp.bool_(False))
-            return accumulate(
-                loss, params, batch, cast_ahead=cast_ahead, micro_batches=micro_batches
-            )
-
-        # The optimizer takes gradients laid out as the parameters are stored.
-        out_shardings = (role.param_shardings, replicated(iteration.mesh))
-        grads, metrics = jax.jit(gradients, out_shardings=out_shardings)(params, batch)
-        out[name] = fetch(metrics), fetch(grads)
-    return out
-
-
 def test_gradients_of_embeddings_in_bf16_are_counts():
     """Of a token that occurs 1,024 times on each of eight devices, and of one on a single one."""
     spec = model_spec(tiny_model_config(), dtype="bfloat16")
@@ -116,22 +71,6 @@ def test_gradients_of_embeddings_in_bf16_are_counts():
         counts = np.bincount(np.asarray(tokens).reshape(-1), minlength=len(table))
         expected = np.broadcast_to(0.375 * counts[:, None], table.shape)
         np.testing.assert_allclose(table.astype(np.float64), expected, rtol=2**-7)
-
-
-@pytest.mark.slow
-def test_losses_gradients_and_values():
-    expected = learn()
-    for sizes, row_tokens in zip(MESHES, (0, 2 * (P + R), P + R), strict=True):
-        found = learn(make_mesh(**sizes), row_tokens=row_tokens)
-        np.testing.assert_allclose(found["values"], expected["values"], rtol=1e-4, atol=1e-5)
-        for role in ("actor", "critic"):
-            metrics, grads = found[role]
-            for name in metrics.keys() - {"micro_batches", "row_use"}:
-                value = expected[role][0][name]
-                np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-            pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(expected[role][1]), strict=True)
-            for one, other in pairs:
-                assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(other)
 
 
 def test_gradient_of_the_head_in_bfloat16():
@@ -212,21 +151,6 @@ def check_iteration(sizes, **settings):
         )
     for one, other in zip(*map(jax.tree.leaves, (params, expected_params)), strict=True):
         assert np.linalg.norm(one - other) <= 1e-4 * np.linalg.norm(other)
-
-
-@pytest.mark.slow
-def test_iteration_fsdp_8():
-    check_iteration(MESHES[0])
-
-
-@pytest.mark.slow
-def test_iteration_fsdp_4_tensor_2():
-    check_iteration(MESHES[1], row_tokens=24)
-
-
-@pytest.mark.slow
-def test_iteration_data_2_fsdp_2_tensor_2():
-    check_iteration(MESHES[2])
 
 
 @pytest.mark.nightly

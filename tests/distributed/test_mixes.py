@@ -1,4 +1,4 @@
-"""Mixes of three axes: losses, gradient norms and updated weights equal one device's.
+"""Mixes of axes: losses, gradient norms and updated weights equal one device's.
 
 All are slow. `.ci/run` has PPO on the last mix.
 """
@@ -15,6 +15,9 @@ from jaxrl_llm.config import MeshConfig
 pytestmark = pytest.mark.slow
 
 MIXES: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": 8},
+    "sequence": {"sequence": 8},
+    "data-sequence": {"data": 2, "sequence": 4},
     "data-fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2},
     "data-fsdp-sequence": {"data": 2, "fsdp": 2, "sequence": 2},
     "data-pipeline-sequence": {"data": 2, "pipeline": 2, "sequence": 2},

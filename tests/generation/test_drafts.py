@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-FAST = ("stop strings", "filters", "scarce pages", "window, sinks and experts")
+FAST = ("stop strings", "window, sinks and experts")
 
 
 @pytest.mark.parametrize(

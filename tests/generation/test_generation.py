@@ -138,7 +138,7 @@ def test_tokens_do_not_depend_on_slots_order_or_batch():
     whole = run(tokens, lengths, ids, num_slots=0)
     spread = whole.mask.sum(1)
     assert spread.min() < 4 and spread.max() == R  # uneven, so that slots are really refilled
-    for slots, size in ((1, (1, P, 1)), (2, (1, P, 2)), (3, (2, 2 * P + 1, 5)), (8, (1, 40, 20))):
+    for slots, size in ((1, (1, P, 1)), (3, (2, 2 * P + 1, 5))):
         found = run(tokens, lengths, ids, num_slots=slots, prefill=rows_of(*size))
         assert_same_tokens(found, whole)
     assert_same_tokens(run(tokens, lengths, ids, num_slots=3), whole)

@@ -94,7 +94,7 @@ def as_folder(spec, tree, like, path):
     return found
 
 
-# Padded rows of all families: tests/parity/test_transformers_logits.py.
+# Padded rows of all families: tests/parity/test_transformers_roundtrip.py.
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logprobs_gradients_and_balance_equal(folder, packed, tmp_path):
     path, model = folder

@@ -10,24 +10,9 @@ from tiny_run import TinyRun
 
 from jaxrl_llm import config as c
 from jaxrl_llm.observability.trace import last_user_turn
-from jaxrl_llm.trainer.output import grader_text, parameters, reward_text
+from jaxrl_llm.trainer.output import grader_text
 from jaxrl_llm.trainer.training import Training
 from jaxrl_llm.types import Prompt
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(7, "7"), (864_864, "865 k"), (1_543_714_304, "1.54 B"), (134_515_008, "135 M")],
-)
-def test_parameters_are_counted_as_people_say_it(number, text):
-    assert parameters(number) == text
-
-
-def test_a_reward_is_shown_with_what_differs_from_its_defaults():
-    functions = (c.ExactAnswer(extract="whole"), c.Custom(path="my.py:f", settings={"target": 3}))
-    shown = reward_text(c.RewardConfig(functions=functions, weights=(1.0, 0.5)))
-    assert shown == "1 * exact_answer(extract=whole) + 0.5 * my.py:f(settings={…})"
-    assert reward_text(c.RewardConfig(model=c.RewardModelConfig())) == "a reward model"
 
 
 def test_the_grader_of_held_out_answers_is_named():

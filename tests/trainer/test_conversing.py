@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from further import further
 
 import jaxrl_llm as rl
 from jaxrl_llm.agents.driver import Driver
@@ -80,7 +79,8 @@ def test_one_turn_has_the_tokens_of_the_batch_loop(tmp_path):
     assert {x["stop_reason"] for x in one} <= {"env_done", "max_tokens"}
 
 
-@pytest.mark.parametrize("staleness", further([1, 0]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("staleness", [1, 0])
 def test_conversations_on_devices_of_their_own_are_the_same(tmp_path, staleness):
     """With staleness a thread holds them while the actor learns, and a checkpoint has them."""
     changes = {"rollout.environment": [environment(tmp_path, TALKS)], "max_staleness": staleness}
@@ -195,7 +195,8 @@ def test_turns_with_the_same_knowledge_have_equal_keys(tmp_path, monkeypatch):
     assert len(set(keys.values())) == len(keys)
 
 
-@pytest.mark.parametrize("on_failure", further(["mask", "value"]))
+@pytest.mark.nightly  # plain: test_failing_rewards.py
+@pytest.mark.parametrize("on_failure", ["mask", "value"])
 def test_samples_that_fail_are_no_rewards(tmp_path, on_failure):
     """Advantages by hand: of the others alone, or with the value."""
     folder = tmp_path / "fails"

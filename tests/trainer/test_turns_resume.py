@@ -84,7 +84,8 @@ def read(folder):
     return metrics, samples, run.weights(STEPS)
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly  # plain: agents/test_driver.py reads recorded observations, learning/ kills
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_killed_in_a_turn_ends_with_the_same_bits(tmp_path, staleness):
     """With staleness 1 a checkpoint holds the conversations of the next step."""
     changes = {"max_staleness": staleness}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jaxrl_llm.agents.drift import drift_of
 from jaxrl_llm.agents.environments import Observation, Step
+from jaxrl_llm.agents.rows import Row
 from jaxrl_llm.agents.styles import Message, Style
 from jaxrl_llm.agents.tools import Result, Schema, checked, cut_middle, error_text, shares
 from jaxrl_llm.agents.trajectory import Drift, StopReason, Turn
@@ -46,6 +47,7 @@ class Append:
 
     ids: list[int]
     limit: int
+    is_prompt: bool = False  # the ids are the prompt of a new row
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,17 @@ class Conversation:
         *,
         steps: bool = False,
         stateful: bool = False,
+        forks: bool = False,
     ) -> None:
-        """`steps`: an environment answers turns without calls. `stateful`: calls change one."""
+        """`steps`: an environment answers turns without calls. `stateful`: calls change one.
+
+        `forks`: a row begins where the template drops thinking. `prompt`, `response` and `mask` are
+        the last row's, and `rows` are the ones before.
+        """
         self._tokenizer, self._style, self._budgets = tokenizer, style, budgets
         self._tools, self._steps, self._stateful = dict(tools or {}), steps, steps or stateful
+        self._forks = forks
+        self.rows: list[Row] = []
         self.prompt: list[int] = []
         self.response: list[int] = []
         self.mask: list[int] = []
@@ -86,6 +95,11 @@ class Conversation:
     def has_tools(self) -> bool:
         """Whether the model may call tools."""
         return bool(self._tools)
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """The turns of the last row."""
+        return self.turns[sum(len(row.turns) for row in self.rows) :]
 
     @property
     def limit(self) -> int:
@@ -199,7 +213,7 @@ class Conversation:
 
     def drift(self) -> Drift | None:
         """What rendering and encoding the conversation again would change."""
-        return drift_of(self._style, self.messages, self.prompt, self.response, self.turns)
+        return drift_of(self._style, self.messages, self.prompt, self.response, self.own_turns)
 
     def waited(self, seconds: float) -> None:
         """Note how long the answer to the last turn took."""
@@ -223,6 +237,11 @@ class Conversation:
 
     def _append(self, ids: list[int], messages: Sequence[Message]) -> Append | End:
         """The next turn begins behind an observation, if it fits with one token to sample."""
+        if self._forks and self.own_turns:
+            said, first = [*self.messages, *messages], self.own_turns[0].message
+            prompt = self._style.without_thinking(said, first)
+            if prompt is not None:
+                return self._begin_row(prompt, messages)
         self.response += ids
         self.mask += [0] * len(ids)
         if self.limit < 1:
@@ -232,6 +251,17 @@ class Conversation:
         self.messages += messages
         self._thinking = self._style.parser.opens_thinking(ids)
         return Append(ids, self.limit)
+
+    def _begin_row(self, prompt: list[int], messages: Sequence[Message]) -> Append | End:
+        """The next turn begins a row, if it fits with one token to sample."""
+        if len(prompt) >= self._budgets.max_context:
+            return End("context_overflow")
+        ids: dict[str, Any] = {"response": self.response, "mask": self.mask, "logprobs": ()}
+        self.rows.append(Row(prompt=tuple(self.prompt), **ids, turns=self.own_turns))
+        self.prompt, self.response, self.mask = prompt, [], []
+        self.messages += messages
+        self._thinking = self._style.parser.opens_thinking(prompt)
+        return Append(prompt, self.limit, is_prompt=True)
 
 
 def _answer(text: str, thinking: str, turn: Turn) -> Message:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ from jaxrl_llm.agents.conversation import Append, Budgets, Conversation, End
 from jaxrl_llm.agents.drift import MEASURED
 from jaxrl_llm.agents.environments import EnvironmentInfo
 from jaxrl_llm.agents.observations import Observations, digest_of
+from jaxrl_llm.agents.rows import Row, draws_of, joined
 from jaxrl_llm.agents.sessions import Action, Answer, Calls, Grade, Reset, Say, Value
 from jaxrl_llm.agents.styles import ChatStyle, PlainStyle, Style
 from jaxrl_llm.agents.tools import Schema
@@ -95,6 +96,8 @@ class DriverSettings:
     max_prompt_length: int = 0  # tokens of a prompt with its tools; 0: no limit
     tool_timeout_s: float = 30.0  # seconds of a call
     max_retries: int = 1  # further tries with a new environment
+    max_rows: int = 1  # rows of a sample that are kept
+    forks: bool = False  # a row begins where the chat template drops thinking
     origin: str = ""  # stands for the code and settings of tools and environments
 
 
@@ -107,7 +110,9 @@ class _Live:
     environment: int = 0
     session: int = 0
     conversation: Conversation | None = None
+    beginning: Any = None
     sequence: Any = None
+    earlier: list[Any] = field(default_factory=list)  # sequences of earlier rows
     history: list[tuple[Action, Value]] = field(default_factory=list)
     num_answers: int = 0
     digest: str = ""  # stands for the actions so far, and for what they depend on
@@ -145,6 +150,7 @@ class Driver:
         self._live: dict[int, _Live] = {}  # by the identity of the sequence
         self._open: set[_Live] = set()  # samples that have not ended
         self._finished: list[Trajectory] = []
+        self._earlier: dict[str, list[Row]] = {}  # earlier rows of trajectories
         self._sessions = 0
 
     @property
@@ -187,7 +193,25 @@ class Driver:
         done: dict[str, Trajectory] = {}
         while self.has_work:
             done.update({trajectory.id: trajectory for trajectory in self.advance(engine)})
-        return [done[id_of(sample)] for sample in samples]
+        trajectories = [done[id_of(sample)] for sample in samples]
+        if not self._settings.forks:
+            return trajectories
+        most = self._settings.budgets.max_response_length
+        return joined([(each, self._rows_of(each)) for each in trajectories], most)
+
+    def _rows_of(self, trajectory: Trajectory) -> list[Row]:
+        """The rows that are kept, the last ones."""
+        if not trajectory.turns:
+            return []
+        last = Row(
+            prompt=trajectory.prompt_ids,
+            response=trajectory.response_ids,
+            mask=trajectory.mask,
+            logprobs=trajectory.logprobs,
+            turns=trajectory.turns,
+            sequence=trajectory.sequences[0],
+        )
+        return [*self._earlier.pop(trajectory.id, ()), last][-self._settings.max_rows :]
 
     def add(self, engine: Engine, sample: Sample) -> None:
         """Begin a sample. Raises ValueError for a row that names no environment or tool here."""
@@ -249,6 +273,7 @@ class Driver:
             tools,
             steps=info is not None and info.steps,
             stateful=info is not None,
+            forks=self._settings.forks,
         )
         try:
             begun = live.conversation.start(prompt.messages or (), prompt.token_ids, opening)
@@ -264,6 +289,7 @@ class Driver:
         else:
             key = (live.sample.step, live.sample.group, tuple(begun.ids))
             beginning = self._beginnings.get(key) or engine.beginning(begun.ids)
+            live.beginning = beginning
             live.sequence = engine.add(
                 begun.ids, limit=begun.limit, beginning=beginning, **live.sample.options
             )
@@ -335,8 +361,24 @@ class Driver:
             return
         if isinstance(next_, End):
             self._end(engine, live, next_.reason)
+        elif next_.is_prompt:
+            self._fork(engine, live, next_)
         else:
             engine.append(live.sequence, next_.ids, limit=next_.limit)
+
+    def _fork(self, engine: Engine, live: _Live, begun: Append) -> None:
+        """Let a sample go on in a new row, with draws of its own."""
+        engine.finish(live.sequence)
+        del self._live[id(live.sequence)]
+        live.earlier.append(live.sequence)
+        options = dict(live.sample.options)
+        if "seed_key" in options:
+            own = options["seed_key"], options["sample_id"]
+            options["seed_key"], _ = draws_of(*own, len(live.earlier), tuple(begun.ids))
+        live.sequence = engine.add(
+            begun.ids, limit=begun.limit, beginning=live.beginning, **options
+        )
+        self._live[id(live.sequence)] = live
 
     def _end(self, engine: Engine, live: _Live, reason: StopReason) -> None:
         """The sample has ended. An environment may still have its reward to give."""
@@ -457,6 +499,11 @@ class Driver:
                 engine.abort(sequence)
         prompt_ids = conversation.prompt if conversation else sample.prompt.token_ids
         response, mask = _response(conversation, sequence, reason)
+        if live.earlier and conversation is not None:
+            self._earlier[id_of(sample)] = [
+                replace(row, logprobs=before.logprobs[before.num_prompt :], sequence=before)
+                for row, before in zip(conversation.rows, live.earlier, strict=True)
+            ]
         is_measured = sample.sample < MEASURED and reason not in UNGRADED
         self._finished.append(
             Trajectory(
@@ -467,7 +514,7 @@ class Driver:
                 response_ids=tuple(response),
                 mask=tuple(mask),
                 logprobs=tuple(logprobs),
-                turns=tuple(conversation.turns if conversation else ()),
+                turns=tuple(conversation.own_turns if conversation else ()),
                 final_reward=live.reward,
                 stop_reason=reason,
                 failure=failure,
@@ -476,6 +523,7 @@ class Driver:
                 messages=tuple(conversation.messages if conversation else ()),
                 text=conversation.text if conversation else "",
                 has_tools=bool(conversation and conversation.has_tools),
+                num_branches=1 + len(live.earlier) if self._settings.forks else 0,
                 drift=conversation.drift() if conversation and is_measured else None,
                 tool_s=live.tool_s,
                 sequences=() if sequence is None else (sequence,),

@@ -2,18 +2,24 @@
 
 A row is a prompt and what was sampled and observed behind it. A conversation that goes on is one
 row. Another row begins where a program asks with other messages: it compacted its context, or asks
-for a part of its task. All rows of a trajectory have its reward, and so its advantage, and a group
-counts trajectories: verifiers trains the branches of a rollout so, and Agent Lightning found that
-statistics over rows favour long trajectories.
+for a part of its task. With `config.rollout.earlier_thinking=fork` one also begins where the chat
+template drops thinking that is in the row.
+
+All rows of a trajectory have its reward, and so its advantage, and a group counts trajectories.
+verifiers trains the branches of a rollout so, and Agent Lightning found that statistics over rows
+favour long trajectories.
 
 A batch has a trajectory as one sample. Its further rows stand behind the first one in its response,
 each with its whole prompt, as ids that were observed. `Trajectory.row_starts` says where.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
+
+import numpy as np
 
 from jaxrl_llm.agents.styles import Message
 from jaxrl_llm.agents.trajectory import Trajectory, Turn
@@ -32,6 +38,16 @@ class Row:
     turns: Sequence[Turn]  # places count from the response; rows that fork share turns
     messages: Sequence[Message] = ()
     sequence: Any = None  # its ids in the engine
+
+
+def draws_of(own: Any, sample_id: int, count: int, ids: Ids) -> tuple[np.ndarray, str]:
+    """The key of the draws behind these ids, uint32 [2], and a name for them.
+
+    It follows from the sample's key and from how often the sample began there, never from a clock.
+    """
+    parts = np.asarray(own, np.uint32).tobytes(), sample_id, count, ids
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
+    return np.frombuffer(digest.digest()[:8], np.uint32), digest.hexdigest()
 
 
 Sampled = tuple[Trajectory, Sequence[Row]]  # a trajectory without its ids, and its rows

@@ -80,6 +80,8 @@ def open_driver(
         max_prompt_length=config.data.max_prompt_length,
         tool_timeout_s=rollout.tool_timeout_s,
         max_retries=rewards.max_retries,
+        max_rows=rollout.max_rows,
+        forks=rollout.earlier_thinking == "fork",
         origin=origin,
     )
     tools = open_tools(

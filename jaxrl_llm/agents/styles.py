@@ -6,7 +6,7 @@ stands between a sampled turn and the next.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from jaxrl_llm.agents.call_formats import Call
@@ -14,7 +14,7 @@ from jaxrl_llm.agents.environments import Observation
 from jaxrl_llm.agents.tool_calls import ToolCallParser
 from jaxrl_llm.agents.tools import Result, Schema
 from jaxrl_llm.tokenizer import Tokenizer
-from jaxrl_llm.turns import CALL_ID, Turns
+from jaxrl_llm.turns import CALL_ID, END_OF_THINKING, THINKING, Turns
 
 Message = dict[str, Any]
 MOST_PROMPTS = 64  # prompts that are kept, as samples of a group have the same
@@ -54,6 +54,13 @@ class Style(Protocol):
 
     def again(self, messages: Sequence[Message]) -> list[int] | None:
         """Ids of a whole conversation, encoded again; None where no template writes it."""
+        ...
+
+    def without_thinking(self, messages: Sequence[Message], first: int) -> list[int] | None:
+        """Ids of the prompt of the next turn, where the template drops thinking of turns.
+
+        Turns from the place `first` on count. None where nothing is dropped.
+        """
         ...
 
 
@@ -168,6 +175,50 @@ class ChatStyle:
         """
         return None if self._listed else self._tokenizer.encode(self._turns.text(messages))
 
+    def without_thinking(self, messages: Sequence[Message], first: int) -> list[int] | None:
+        """See `Style`. Thinking stays where the template has no calls of tools, or refuses them."""
+        thoughts = [_thought(message) for message in messages]
+        marks = [RESULT if i >= first and thought else "" for i, thought in enumerate(thoughts)]
+        if self._listed or not any(marks):
+            return None
+        try:
+            marked = self._turns.prompt(self._thinking(messages, marks))
+            if marked.count(RESULT) >= sum(map(bool, marks)):
+                return None
+            return self._tokenizer.encode(self._turns.prompt(self._thinking(messages, thoughts)))
+        except ValueError:  # for example arguments that are no JSON
+            return None
+
+    def _thinking(self, messages: Sequence[Message], thoughts: Sequence[str]) -> list[Message]:
+        """The messages with this thinking, as the template reads it."""
+        shown = []
+        for message, thought in zip(messages, thoughts, strict=True):
+            if message["role"] == "tool" and not self._as_tool:
+                message = {"role": "user", "content": message["content"]}
+            if message["role"] == "assistant":
+                said = (message.get("content") or "").rpartition(END_OF_THINKING)[2]
+                message = {k: v for k, v in message.items() if k not in THINKING}
+                message["content"] = said.lstrip("\n")
+                if thought and self._thinking_key:
+                    message[self._thinking_key] = thought
+                elif thought:
+                    block = f"<think>\n{thought}\n{END_OF_THINKING}\n\n"
+                    message["content"] = block + message["content"]
+            shown.append(message)
+        return shown
+
+    @cached_property
+    def _thinking_key(self) -> str:
+        """The key of a message whose text the template writes as thinking; else empty."""
+        for key in THINKING:
+            try:
+                text = self._turns.text([USER, USER | {"role": "assistant", key: RESULT}])
+            except ValueError:
+                continue
+            if RESULT in text:
+                return key
+        return ""
+
     def _find_suffix(self, messages: str, names: tuple[str, ...], stop: int) -> list[int]:
         return self._turns.suffix(json.loads(messages), calls=names, sampled_stop=stop)
 
@@ -210,6 +261,9 @@ class PlainStyle:
     def again(self, messages: Sequence[Message]) -> None:
         """A text has no template."""
 
+    def without_thinking(self, messages: Sequence[Message], first: int) -> None:
+        """A text drops nothing."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text that does not begin a document; an unknown character becomes a ?."""
         try:
@@ -230,6 +284,15 @@ def _joined(observation: Observation) -> str:
     if isinstance(observation, list):
         return "".join(str(message.get("content", "")) for message in observation)
     return observation or ""
+
+
+def _thought(message: Message) -> str:
+    """The thinking of a message: a part of its own, or of its content."""
+    if message["role"] != "assistant":
+        return ""
+    own = next((str(message[key]) for key in THINKING if message.get(key)), "")
+    content = str(message.get("content") or "").rpartition(END_OF_THINKING)[0]
+    return (own or content.rpartition("<think>")[2]).strip()
 
 
 def _tool_message(name: str, identity: str, text: str) -> Message:

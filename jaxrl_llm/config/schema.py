@@ -433,6 +433,9 @@ class RolloutConfig(Record):
     in_graph: bool = True  # an environment of JAX functions runs inside the generation program
     # Rows of a sample, where its program begins a new context. Of more, the last ones are learned.
     max_rows: Count = 1
+    # Thinking of earlier turns where the chat template drops it. "fork": the next turn begins a row
+    # without it. "keep": it stays, as it was sampled.
+    earlier_thinking: Literal["keep", "fork"] = "keep"
     max_turns: Whole = 0  # turns of the model in a sample; 0: no limit
     max_turn_tokens: Whole = 0  # tokens of a turn; 0: what is left of data.max_response_length
     max_tool_calls: Whole = 0  # calls of tools in a sample; 0: no limit

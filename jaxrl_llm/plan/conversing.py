@@ -68,6 +68,10 @@ class Conversations:
     _one_at_a_time: Any = field(default_factory=threading.Lock, repr=False)
     _saved: int = 0  # step of the last checkpoint that was begun
 
+    @property
+    def _forks(self) -> bool:
+        return self.config.rollout.earlier_thinking == "fork"
+
     def saved(self, step: int) -> None:
         """A checkpoint is being written; until it is there, a resume takes the one before."""
         self.driver.drop_before(self._saved + 1)
@@ -94,8 +98,9 @@ class Conversations:
             dtype,
             rows=len(samples),
             stop_ids=tuple(dict.fromkeys((*self.driver.stop_ids(plain=plain), *own_stops))),
-            # Programs write prompts of their own, so each sequence has its prompt in its pages.
-            shares=isinstance(self.driver, Driver),
+            # Programs write prompts of their own, and rows that fork have others: each sequence has
+            # its prompt in its pages.
+            shares=isinstance(self.driver, Driver) and not self._forks,
         )
         try:
             with self.host_work(), self._one_at_a_time:

@@ -41,6 +41,7 @@ class ProgramRules:
     budgets: Budgets
     max_prompt_length: int
     max_rows: int = 1  # branches of a sample that are trained
+    forks: bool = False  # a branch begins where the chat template drops thinking
     sampling: Sampling  # sampling of training; requests may repeat it
     seed: int = 0  # seed of the run
     timeout_s: float = 1800.0  # time limit of a program
@@ -91,7 +92,7 @@ class Programs:
         settings = ServerSettings(port=0, answer_s=rules.timeout_s)
         application = SessionApplication(
             worker, self._tokenizer, rules.budgets, rules.max_prompt_length, rules.sampling,
-            settings,
+            settings, forks=rules.forks,
         )  # fmt: skip
         done: dict[str, Sampled] = {}
         # In the order of the samples, so that no clock says which engine has which.
@@ -212,6 +213,7 @@ def open_programs(config: c.Config, tokenizer: Tokenizer) -> Programs:
         ),
         max_prompt_length=data.max_prompt_length,
         max_rows=rollout.max_rows,
+        forks=rollout.earlier_thinking == "fork",
         sampling=Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p),
         seed=config.seed,
         timeout_s=rollout.program_timeout_s,

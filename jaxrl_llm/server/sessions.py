@@ -12,7 +12,6 @@ The event loop owns sessions and branches. The trainer's thread owns the sequenc
 # pyright: reportMissingImports=false
 
 import asyncio
-import hashlib
 import json
 import secrets
 import threading
@@ -29,6 +28,7 @@ from starlette.routing import Route
 from jaxrl_llm.agents.call_formats import Call
 from jaxrl_llm.agents.conversation import Budgets
 from jaxrl_llm.agents.driver import Sample
+from jaxrl_llm.agents.rows import draws_of
 from jaxrl_llm.agents.styles import ChatStyle, Message
 from jaxrl_llm.agents.tools import Result, checked
 from jaxrl_llm.agents.trajectory import StopReason, Turn
@@ -60,6 +60,7 @@ class Branch:
     text: str = ""  # last turn
     last: int = 0  # number of its last own turn in the session; 0: none yet
     style: ChatStyle | None = None  # style of its turns
+    thoughts: dict[int, str] = field(default_factory=dict)  # thinking by the place of its message
     has_tools: bool = False
     cut: StopReason | None = None  # limit that cut the last turn
     is_open: bool = False  # a request waits for its next turn
@@ -217,10 +218,12 @@ class SessionApplication(Application):
 
     def __init__(
         self, worker: SessionWorker, tokenizer: Tokenizer, budgets: Budgets, most_prompt: int,
-        sampling: Sampling, settings: ServerSettings,
+        sampling: Sampling, settings: ServerSettings, *, forks: bool = False,
     ) -> None:  # fmt: skip
+        """`forks`: a branch begins where the chat template drops thinking."""
         super().__init__(worker, tokenizer, MODEL, budgets.max_context, settings)
         self._budgets, self._most_prompt, self._sampling = budgets, most_prompt, sampling
+        self._forks = forks
         self._sessions: dict[str, Session] = {}
         self._styles: dict[str, ChatStyle] = {}
 
@@ -335,19 +338,15 @@ class SessionApplication(Application):
                 raise ApiError(400, f"body.{name} is not supported in training: leave it out")
 
     def _key(self, session: Session, ids: tuple[int, ...]) -> tuple[np.ndarray, str]:
-        """The key of the draws behind these ids, and a name for the turn.
+        """The key of the draws behind these ids, and a name for the turn; see `draws_of`.
 
-        It follows from the ids and from how often the session began there, never from a clock. The
-        row's own prompt has the key that it has without a program.
+        The row's own prompt has the key that it has without a program.
         """
         count, sample = session.begun[ids], session.sample
         session.begun[ids] += 1
         own = np.asarray(sample.options["seed_key"], np.uint32)
-        parts = own.tobytes(), sample.options["sample_id"], count, ids
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
-        if not count and ids == tuple(sample.prompt.token_ids):
-            return own, digest.hexdigest()
-        return np.frombuffer(digest.digest()[:8], np.uint32), digest.hexdigest()
+        key, name = draws_of(own, sample.options["sample_id"], count, ids)
+        return (own if not count and ids == tuple(sample.prompt.token_ids) else key), name
 
     def _turn(self, session: Session, row: Row) -> _Turn:
         """Where a request goes on, and the limit of its turn."""
@@ -366,9 +365,12 @@ class SessionApplication(Application):
                 branch, suffix = self._new_branch(session, style, row), ()
             else:
                 self._end_at(session, place.cut if place.ends else None)
-                branch = _branch_at(place)
-                stop = branch.response[-1]
-                suffix = tuple(_suffix(style, place.calls, messages[last:], stop))
+                prompt = self._without_thinking(style, place.branch, messages)
+                branch = _branch_at(place) if prompt is None else Branch(tuple(prompt))
+                suffix = ()
+                if prompt is None:
+                    stop = branch.response[-1]
+                    suffix = tuple(_suffix(style, place.calls, messages[last:], stop))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = error if isinstance(error, ValueError) else repr(error)
             raise ApiError(400, f"body.messages: {reason}") from None
@@ -407,6 +409,16 @@ class SessionApplication(Application):
             )
         return Branch(ids)
 
+    def _without_thinking(
+        self, style: ChatStyle, branch: Branch, messages: Sequence[Message]
+    ) -> list[int] | None:
+        """The prompt of a branch that begins where the template drops thinking, else None."""
+        if not self._forks:
+            return None
+        thoughts = {i: {"reasoning_content": thought} for i, thought in branch.thoughts.items()}
+        said = [message | thoughts.get(i, {}) for i, message in enumerate(messages)]
+        return style.without_thinking(said, branch.turns[0].message)
+
     def _end_at(self, session: Session, reason: StopReason | None) -> None:
         """End a sample at a limit of the run."""
         if reason is not None:
@@ -435,6 +447,7 @@ class SessionApplication(Application):
         place = len(turn.messages)
         branch.turns.append(Turn(start=end - number, end=end, message=place, calls=calls))
         branch.text = parsed.content if calls else parsed.text
+        branch.thoughts[place] = parsed.thinking
         branch.messages, branch.style = [*turn.messages, message], turn.style
         branch.has_tools |= bool(tools)
         ends = False
@@ -466,6 +479,7 @@ def _branch_at(place: _Place) -> Branch:
         mask=branch.mask[:end],
         logprobs=branch.logprobs[:end],
         turns=branch.turns[: place.number],
+        thoughts=dict(branch.thoughts),
         source=branch.sequence or branch.source,
     )
 

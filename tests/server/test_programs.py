@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
+from agents.conversing import CHATML, SPECIAL_END, open_chat
 from agents.conversing import one as driven
-from agents.conversing import open_chat
 from agents.fake_engine import FakeEngine, FakeSequence, prompt_of
 from chat_tokenizer import write_chat_tokenizer
 from further import further
 from tiny_models import tiny_config, write_directory
+from turn_templates import QWEN3
+from turn_tokenizers import open_tokenizer
 
 import jaxrl_llm as rl
 from jaxrl_llm.agents.driver import Sample
@@ -359,6 +361,35 @@ def test_several_branches_are_rows_of_one_sample(tmp_path):
     short = {"rollout.max_rows": 2, "data.max_response_length": len(rows[2]) - len(begin)}
     (last,), _ = run(tmp_path, BRANCHES, ("a", "b", "c", "d", "e"), **short)
     assert [*last.prompt_ids, *last.response_ids] == rows[2] and last.mask.count(1) == 6
+
+
+THINKS = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    messages = list(row["prompt"])
+    for text in ("more", "and", ""):
+        answer = ask(base_url, api_key, messages).content
+        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": text})
+    return 1
+"""
+)
+
+
+def test_a_row_begins_where_the_template_drops_thinking(tmp_path, monkeypatch):
+    tokenizer = open_tokenizer(tmp_path / "model", QWEN3, CHATML, eos=SPECIAL_END)
+    monkeypatch.setitem(globals(), "open_chat", lambda: tokenizer)
+    keys = {"rollout.earlier_thinking": "fork", "rollout.max_rows": 3}
+    turns = ("<think>\nhm\n</think>\n\na", "b", "c")
+    (own,), _ = run(tmp_path, THINKS, turns, **keys)
+    messages = [*ASKED, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
+    second = tokenizer.encode(tokenizer.apply_chat_template(messages))
+    start = own.row_starts[0]
+    assert own.num_rows == 2 and [*own.response_ids[start : start + len(second)]] == second
+    texts = [tokenizer.decode(own.response_ids[turn.start : turn.end]) for turn in own.turns]
+    assert texts == [*turns] and own.turns[1].start == start + len(second)
+    assert not own.failure
 
 
 def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():

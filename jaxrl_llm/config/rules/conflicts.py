@@ -109,6 +109,8 @@ ADAPTED = Setting("actor.lora", lambda c: c.actor.lora.enabled)
 STRICT = Setting("exact", lambda c: c.exact == "strict")
 IMAGES = Setting("data.max_images", lambda c: c.data.max_images)
 TEXT_ALONE = Setting("data.max_images", lambda c: not c.data.max_images)
+FORKS = Setting("rollout.earlier_thinking", lambda c: c.rollout.earlier_thinking == "fork")
+ONE_ROW = Setting("rollout.max_rows", lambda c: c.rollout.max_rows == 1)
 OTHER_BITS = ("rollout.quantization", "partial_rollouts", *(f"mesh.{axis}" for axis in AXES))
 
 
@@ -193,6 +195,7 @@ OF_THE_RUN: tuple[Row, ...] = (
     ("rollout.tools", OFFLINE, "an offline run generates no responses"),
     ("rollout.environment", OFFLINE, "an offline run generates no responses"),
     ("rollout.program", OFFLINE, "an offline run generates no responses"),
+    (FORKS, ONE_ROW, "the rows before the last would not be learned; give as many as turns"),
     ("rollout.program", "rollout.tools", "a program runs its own tools"),
     ("rollout.program", "rollout.environment", "a program is the environment of its samples"),
     ("rollout.program", "rollout.max_tool_calls", "the calls run in the program"),

@@ -306,7 +306,10 @@ class EventsFile:
             self._write(event(session_log=log(status=log.START)))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._add(step, *(self._summary.scalar(name, x) for name, x in values.items()))
+        # tensorboardX's own `scalar` gives "a+b" and "a*b" one tag.
+        kind = self._summary.Summary
+        values_of = (kind.Value(tag=name, simple_value=float(x)) for name, x in values.items())
+        self._add(step, *(kind(value=[value]) for value in values_of))
 
     def text(self, name: str, text: str, step: int) -> None:
         self._add(step, self._summary.text(name, text))
@@ -406,6 +409,7 @@ class MLflow:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self._client: Any = mlflow.MlflowClient()
+        self._refused: set[str] = set()  # names of metrics
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         made = experiment.experiment_id if experiment else self._client.create_experiment(name)
@@ -430,11 +434,18 @@ class MLflow:
         ]
         try:
             self._client.log_batch(self._id, metrics=batch)
-        except Exception as error:  # it took none: all but the ones that are wrong
+        except Exception:  # it took none: all but the ones that are wrong
+            refused: dict[str, Exception] = {}
             for metric in batch:
-                with suppress(Exception):
+                try:
                     self._client.log_batch(self._id, metrics=[metric])
-            raise error from None
+                except Exception as error:
+                    refused[metric.key] = error
+            new = refused.keys() - self._refused
+            self._refused |= new
+            # A name that is refused in every step is told once, and takes no other with it.
+            if new or len(refused) == len(batch):
+                raise next(refused[name] for name in refused) from None
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._id, text, f"{name}/{step:08d}.md")

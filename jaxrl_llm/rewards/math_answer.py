@@ -29,6 +29,9 @@ NAME = re.compile(
     r"\s*\{?[A-Za-z\s]+\}?"
 )
 
+ALTERNATIVE = re.compile(r",?\s*\\(?:text|mathrm|mbox|textrm)\s*\{\s*(?:or|and)\s*\}")
+ORDER = re.compile(r"[<>]|\\[gl]eq?(?![a-z])")  # a list of conditions is no list of values
+
 
 class NotGradedError(Exception):
     """Why it is not known whether an answer is right."""
@@ -189,6 +192,7 @@ def _same_numbers(truth: Any, answer: Any) -> bool | None:
 
 def equal(truth: str, answer: str, seconds: int) -> bool:
     """Compare two answers in LaTeX. Raises NotGradedError when the result is not known."""
+    dollars = [r"\$" in text for text in (truth, answer)]
     truth, answer = cleaned(truth), cleaned(answer)
     if truth and truth.replace(" ", "") == answer.replace(" ", ""):
         return True
@@ -199,10 +203,11 @@ def equal(truth: str, answer: str, seconds: int) -> bool:
     if any(words):
         return words[0] == words[1]
     if not ("=" in truth and "=" in answer):
-        truth, answer = _without_name(truth), _without_name(answer)
+        truth, answer = _without_names(truth), _without_names(answer)
         if "=" in truth or "=" in answer:
             return False
     (truth, unit), (answer, answer_unit) = split_unit(truth), split_unit(answer)
+    unit, answer_unit = unit or "dollar" * dollars[0], answer_unit or "dollar" * dollars[1]
     if unit and answer_unit and unit != answer_unit:
         return False
     (digits, base), (answer_digits, answer_base) = split_base(truth), split_base(answer)
@@ -246,6 +251,15 @@ def _without_name(text: str) -> str:
     if not left or NAME.fullmatch(left) or read_number(left) is not None:
         return right.strip()
     return text
+
+
+def _without_names(text: str) -> str:
+    """A list of values of one name, such as x=2, x=3, without it; others as `_without_name`."""
+    parts = _split(ALTERNATIVE.sub(",", text)) or []
+    names = {part.partition("=")[0].strip() for part in parts if "=" in part}
+    if len(parts) < 2 or len(names) != 1 or ORDER.search(text):
+        return _without_name(text)
+    return ", ".join(_without_name(part) for part in parts)
 
 
 def _parts(text: str) -> tuple[str, list[str]]:

@@ -271,6 +271,15 @@ def scalars(folder):
     return [(step, v.tag, v.simple_value) for step, v in values if v.HasField("simple_value")]
 
 
+def test_names_of_tensorboard_are_kept(tmp_path):
+    """Two data sets shared a curve."""
+    board = TensorBoard(tracked(tmp_path))
+    metrics = {"val-core/a+b/acc/mean@4": 1.0, "val-core/a*b/acc/mean@4": 2.0, "/c": 3.0}
+    board.log(1, metrics, "")
+    board.close()
+    assert {tag: x for _, tag, x in scalars(tmp_path / "tensorboard")} == metrics
+
+
 def test_tensorboard_files(tmp_path):
     """Scalars, with a phase's apart; texts; hparams; and what a resume hides."""
     board = TensorBoard(tracked(tmp_path))

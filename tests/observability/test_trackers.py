@@ -322,11 +322,15 @@ def test_a_metric_that_mlflow_refuses_does_not_take_the_others():
 
     tracker = object.__new__(trackers.MLflow)
     tracker._client, tracker._id = SimpleNamespace(log_batch=log_batch), "id"
+    tracker._refused = set()
     entities = SimpleNamespace(Metric=lambda key, value, *_: SimpleNamespace(key=key, value=value))
     with mock.patch.dict(sys.modules, {"mlflow": entities, "mlflow.entities": entities}):
         with pytest.raises(ValueError, match="INVALID"):
             tracker.log(1, {"a": 1.0, "b": 3.0, "c": 2.0}, "")
-    assert taken == ["a", "c"]
+        tracker.log(2, {"a": 1.0, "b": 3.0}, "")  # told before: five failures would end it
+        with pytest.raises(ValueError, match="INVALID"):
+            tracker.log(3, {"b": 3.0}, "")
+    assert taken == ["a", "c", "a"]
 
 
 def test_a_package_that_cannot_be_imported_is_refused_first(monkeypatch):

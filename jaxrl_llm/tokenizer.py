@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl_llm.chat_template import try_template
+from jaxrl_llm.chat_template import LONGEST, try_template
 from jaxrl_llm.images import MARK, ImageInput
 from jaxrl_llm.references import nearest
 from jaxrl_llm.token_bytes import UnknownBytes, bytes_of_tokens
@@ -466,13 +466,16 @@ class HFTokenizer:
                 self._trial = self._try_template(arguments | {"messages": conversation})
             if self._trial:
                 raise ValueError(self._trial)
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 conversation,
                 continue_final_message=continue_final_message,
                 tokenize=False,
                 chat_template=self._dated_template,
                 **arguments,
             )
+            if len(text) > LONGEST:  # what was tried may have been shorter
+                raise ValueError(f"it writes more than {LONGEST:,} characters")
+            return text
         except Exception as error:  # a template is a program of the model's folder
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses the conversation: {what}") from error

@@ -443,7 +443,7 @@ class MLflow:
                     refused[metric.key] = error
             new = refused.keys() - self._refused
             self._refused |= new
-            # A name that is refused in every step is told once, and takes no other with it.
+            # A name that is refused in every step is reported once, and takes no other with it.
             if new or len(refused) == len(batch):
                 raise next(refused[name] for name in refused) from None
 

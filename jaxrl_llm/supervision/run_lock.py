@@ -50,11 +50,16 @@ class RunLock(Listener):
     def beat(self, file: Path, own: Mapping[str, Any], end: Callable[[int], object] | None) -> None:
         """Renew the file until the lock is released or lost. `end` ends the process."""
         while not self.lost and not self._closed.wait(HEARTBEAT_S):
-            with contextlib.suppress(OSError):  # a file system that fails for a while
+            try:
                 holder = _parsed(file.read_bytes())
                 if holder in ({}, own):
                     os.utime(file)
                     continue
+            except FileNotFoundError:  # another run may have had the folder, and ended
+                self.lost = f"{file} is gone, so other runs may write this folder; this run ends"
+            except OSError:  # a file system that fails for a while
+                continue
+            else:
                 self.lost = (
                     f"another run has taken the run folder {file.parent}: {_words(holder)}. This "
                     f"process had not renewed {file.name} for {WATCH_S:g} s. It ends, and the "

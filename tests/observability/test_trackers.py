@@ -327,7 +327,7 @@ def test_a_metric_that_mlflow_refuses_does_not_take_the_others():
     with mock.patch.dict(sys.modules, {"mlflow": entities, "mlflow.entities": entities}):
         with pytest.raises(ValueError, match="INVALID"):
             tracker.log(1, {"a": 1.0, "b": 3.0, "c": 2.0}, "")
-        tracker.log(2, {"a": 1.0, "b": 3.0}, "")  # told before: five failures would end it
+        tracker.log(2, {"a": 1.0, "b": 3.0}, "")  # reported before: five failures would end it
         with pytest.raises(ValueError, match="INVALID"):
             tracker.log(3, {"b": 3.0}, "")
     assert taken == ["a", "c", "a"]

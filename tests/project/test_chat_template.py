@@ -76,3 +76,12 @@ def test_a_template_that_takes_all_memory_is_refused(large):
 )
 def test_other_templates_are_left_to_their_rendering(template):
     try_template(template, MESSAGES)
+
+
+def test_a_later_text_is_limited_too(tmp_path):
+    """The tokenizer would end the process without a word."""
+    template = "{% if messages | length > 1 %}{{ 'x' * 90000000 }}{% endif %}x"
+    tokenizer = HFTokenizer(write_chat_tokenizer(tmp_path, template=template))
+    assert tokenizer.apply_chat_template(MESSAGES["messages"]) == "x"
+    with pytest.raises(ValueError, match="refuses the conversation: it writes more than 10,000,0"):
+        tokenizer.apply_chat_template(MESSAGES["messages"] * 2)

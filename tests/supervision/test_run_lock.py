@@ -135,6 +135,15 @@ def test_a_run_whose_folder_another_has_taken_ends_with_code_2(tmp_path):
     assert written(folder)["pid"] == 9  # the other's lock stays
 
 
+def test_a_run_whose_lock_is_gone_ends_with_code_2(tmp_path):
+    """Where it was suspended, another run may have taken the folder, and ended before it woke."""
+    folder = tmp_path / "run"
+    with a_holder(folder) as first:
+        (folder / LOCK).unlink()
+        assert first.wait(30) == LOST
+        assert first.stderr is not None and "run.lock is gone" in first.stderr.read()
+
+
 def test_a_program_of_the_library_raises_at_its_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.01)
     folder = tmp_path / "run"

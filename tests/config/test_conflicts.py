@@ -76,6 +76,8 @@ VALUES = {
     "rollout.mask_truncated": ("true",),
     "rollout.tools": ("calculator",),
     "rollout.environment": ("guess",),
+    "rollout.earlier_thinking": ("fork",),
+    "rollout.max_rows": ("1",),
     "rollout.max_tool_calls": ("1",),
     "rollout.program": ("true now",),
     "rollout.dtype": ("bfloat16",),

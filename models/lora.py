@@ -263,18 +263,6 @@ def _merged_matmul(
     return multiply(x, computed, contract, joined=True, dot=dot)
 
 
-def _merged_forward(
-    computed: jax.Array,
-    x: jax.Array,
-    a: jax.Array,
-    b: jax.Array,
-    contract: int,
-    scale: float,
-    dot: Callable[..., Any],
-) -> tuple[jax.Array, Any]:
-    return _merged_matmul(computed, x, a, b, contract, scale, dot), (computed, x, a, b)
-
-
 def _merged_backward(
     contract: int, scale: float, dot: Any, residuals: Any, gradient: jax.Array
 ) -> Any:
@@ -297,7 +285,7 @@ def _merged_backward(
     )
 
 
-_merged_matmul.defvjp(_merged_forward, _merged_backward)
+_merged_matmul.defvjp(lambda *operands: (_merged_matmul(*operands), operands[:4]), _merged_backward)
 
 
 def column_norms(kernel: Any, a: Any, b: Any, scale: float, contract: int) -> jax.Array:

@@ -144,33 +144,13 @@ def _forward(
     return chunk_by_chunk(body, None, (hidden_GCD, targets_GC, ids_GCK), stop)[1]
 
 
-def _primal(
-    hidden_GCD: Array,
-    weight_VD: Array,
-    targets_GC: Array,
-    ids_GCK: Array,
-    stop: Array | None,
-    temperature: float,
-    softcap: float | None,
-    strictly: bool,
-) -> tuple[Array, Array, Array]:
-    how = (temperature, softcap, strictly)
-    return _forward(hidden_GCD, weight_VD, targets_GC, ids_GCK, stop, *how)[:3]
+def _primal(*operands: Any) -> tuple[Array, Array, Array]:
+    return _forward(*operands)[:3]
 
 
-def _scan_fwd(
-    hidden_GCD: Array,
-    weight_VD: Array,
-    targets_GC: Array,
-    ids_GCK: Array,
-    stop: Array | None,
-    temperature: float,
-    softcap: float | None,
-    strictly: bool,
-) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
-    how = (temperature, softcap, strictly)
-    *results, z_GCK = _forward(hidden_GCD, weight_VD, targets_GC, ids_GCK, stop, *how)
-    return tuple(results), (hidden_GCD, weight_VD, targets_GC, ids_GCK, stop, z_GCK)
+def _scan_fwd(*operands: Any) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    *results, z_GCK = _forward(*operands)
+    return tuple(results), (*operands[:5], z_GCK)
 
 
 def _scan_bwd(

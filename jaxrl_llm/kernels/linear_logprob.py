@@ -210,33 +210,14 @@ def _strict_entropy(logits_CV: Array, lse_C: Array, temperature: float) -> Array
     return -jnp.sum(jnp.exp(logprobs_CV) * logprobs_CV, axis=-1)
 
 
-def _primal(
-    hidden_KCD: Array,
-    weight_VD: Array,
-    targets_KC: Array,
-    stop: Array | None,
-    temperature: float,
-    softcap: float | None,
-    with_entropy: bool,
-    strictly: bool,
-) -> tuple[Array, Array | None]:
-    how = (temperature, softcap, with_entropy, strictly)
-    out = _forward(hidden_KCD, weight_VD, targets_KC, stop, *how)
-    return out[0], out[2]
+def _primal(*operands: Any) -> tuple[Array, Array | None]:
+    logprobs, _, entropy = _forward(*operands)
+    return logprobs, entropy
 
 
-def _scan_fwd(
-    hidden_KCD: Array,
-    weight_VD: Array,
-    targets_KC: Array,
-    stop: Array | None,
-    temperature: float,
-    softcap: float | None,
-    with_entropy: bool,
-    strictly: bool,
-) -> tuple[tuple[Array, Array | None], Saved]:
-    how = (temperature, softcap, with_entropy, strictly)
-    logprobs, lse, entropy = _forward(hidden_KCD, weight_VD, targets_KC, stop, *how)
+def _scan_fwd(*operands: Any) -> tuple[tuple[Array, Array | None], Saved]:
+    logprobs, lse, entropy = _forward(*operands)
+    hidden_KCD, weight_VD, targets_KC, stop, *_ = operands
     return (logprobs, entropy), (hidden_KCD, weight_VD, targets_KC, stop, lse, entropy)
 
 

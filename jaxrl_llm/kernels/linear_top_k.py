@@ -6,6 +6,8 @@ Shape letters: N positions (possibly several axes), D model width, V vocabulary,
 position, G chunks, C positions of a chunk.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -87,24 +89,13 @@ def _forward(
     return jax.lax.scan(body, None, (hidden_GCD, ids_GCK))[1]
 
 
-def _primal(
-    hidden_GCD: Array,
-    weight_VD: Array,
-    ids_GCK: Array,
-    temperature: float,
-    softcap: float | None,
-) -> Array:
-    return _forward(hidden_GCD, weight_VD, ids_GCK, temperature, softcap)[0]
+def _primal(*operands: Any) -> Array:
+    return _forward(*operands)[0]
 
 
-def _scan_fwd(
-    hidden_GCD: Array,
-    weight_VD: Array,
-    ids_GCK: Array,
-    temperature: float,
-    softcap: float | None,
-) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    logprobs, lse = _forward(hidden_GCD, weight_VD, ids_GCK, temperature, softcap)
+def _scan_fwd(*operands: Any) -> tuple[Array, tuple[Array, Array, Array, Array]]:
+    logprobs, lse = _forward(*operands)
+    hidden_GCD, weight_VD, ids_GCK, *_ = operands
     return logprobs, (hidden_GCD, weight_VD, ids_GCK, lse)
 
 

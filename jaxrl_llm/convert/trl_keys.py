@@ -169,14 +169,6 @@ def _resume(value: Any, source: Source) -> Answer:
     return NoCounterpart("a checkpoint of TRL has no optimizer state for us; give its weights")
 
 
-def _logging(value: Any, source: Source) -> Answer:
-    return Ours({"log.console_every": max(1, int(value))})
-
-
-def _epochs(value: Any, source: Source) -> Answer:
-    return epochs(source, source.number("max_steps") > 0)
-
-
 def _eval_batch(value: Any, source: Source) -> Answer:
     return Ours({"data.val_batch_size": int(value) * source.devices})
 
@@ -207,10 +199,6 @@ def _epsilon(value: Any, source: Source) -> Answer:
             "algorithm.clip_high": source.get("epsilon_high") or value,
         }
     )
-
-
-def _delta(value: Any, source: Source) -> Answer:
-    return Ours({"algorithm.clip_c": float(value)} if value else {})
 
 
 def _completions(value: Any, source: Source) -> Answer:
@@ -255,7 +243,7 @@ LEARNING: dict[str, Rule] = {
     "per_device_eval_batch_size": _eval_batch,
     "eval_accumulation_steps": NotNeeded("metrics are summed as they come"),
     "auto_find_batch_size": NoCounterpart("`jaxrl plan` finds sizes that fit", learned=False),
-    "num_train_epochs": _epochs,
+    "num_train_epochs": lambda value, source: epochs(source, source.number("max_steps") > 0),
     "max_steps": part_of("total_steps"),
     "learning_rate": "actor.optimizer.learning_rate",
     "lr_scheduler_type": schedule("actor.optimizer.schedule"),
@@ -299,7 +287,7 @@ OUTPUT: dict[str, Rule] = {
         False, "a run goes on in its folder", "`resume=never`, or another run_dir"
     ),
     "run_name": "name",
-    "logging_steps": _logging,
+    "logging_steps": lambda value, source: Ours({"log.console_every": max(1, int(value))}),
     "logging_first_step": NotNeeded("the first step is always shown"),
     "logging_strategy": NotNeeded("every step is logged"),
     "logging_dir": NotNeeded("logs are in the run's folder"),
@@ -431,7 +419,7 @@ GROUPS: dict[str, Rule] = {
     "beta": _beta,
     "epsilon": _epsilon,
     "epsilon_high": part_of("algorithm.clip_high"),
-    "delta": _delta,
+    "delta": lambda value, source: Ours({"algorithm.clip_c": float(value)} if value else {}),
     "loss_type": _loss_names,
     "importance_sampling_level": _loss_names,
     "scale_rewards": _loss_names,

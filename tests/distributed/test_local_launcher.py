@@ -1,4 +1,4 @@
-"""Several processes on this machine: output, exit codes, signals, and a real jax.distributed."""
+"""Several processes on this machine: output, exit codes, signals."""
 
 import subprocess
 import sys
@@ -161,49 +161,6 @@ def test_gpus_are_shared_out():
         process_environments(4, 2, {}, gpus)
     on_cpu = process_environments(4, 2, {"JAX_PLATFORMS": "cpu"}, gpus)
     assert [e["JAX_NUM_CPU_DEVICES"] for e in on_cpu] == ["2"] * 4
-
-
-PROGRAM = """
-import os, jax, numpy as np
-from pathlib import Path
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxrl_llm.config import *
-from jaxrl_llm.distributed import mesh, multihost
-from jaxrl_llm.launch import runtime
-
-FILES = ("tcp", "tcp6")
-HF = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-HF |= {"num_attention_heads": 1, "max_position_embeddings": 64}
-config = Config(
-    run_dir=RUN_DIR,
-    data=DataConfig(train_tasks=(ChainSum(),), tokenizer="char"),
-    actor=ActorConfig(hf_config=HF),
-    reward=RewardConfig(functions=(ExactAnswer(),)),
-)
-config = runtime.start(config)
-devices = mesh.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-x = multihost.make_global(np.arange(8.0), NamedSharding(devices, PartitionSpec("data")))
-total = float(multihost.fetch(jax.jit(lambda x: x.sum())(x)))
-port = int(os.environ["JAXRL_COORDINATOR"].rpartition(":")[2])
-sockets = [x.split() for file in FILES for x in Path("/proc/net", file).read_text().splitlines()]
-listening = [s[1] for s in sockets if s[3] == "0A" and int(s[1].rpartition(":")[2], 16) == port]
-Path(RUN_DIR, "listening").write_text(" ".join(s.partition(":")[0] for s in listening))
-result = f"{jax.process_count()} {config.mesh.data} {total}"
-Path(RUN_DIR, f"result{jax.process_index()}").write_text(result)
-"""
-
-
-def test_processes_join_and_compute_together(tmp_path):
-    script = write(tmp_path, PROGRAM.replace("RUN_DIR", repr(str(tmp_path))))
-    result = launch_here("--processes=2", "--devices-per-process=2", "--", script)
-    assert result.returncode == 0, result.stderr
-    # In files: gloo's own threads write to the same standard output, also between our characters.
-    assert (tmp_path / "result0").read_text() == "2 4 28.0"
-    assert (tmp_path / "result1").read_text() == "2 4 28.0"
-    # The coordination service obeys everybody who reaches it, so it must listen on 127.0.0.1 only:
-    # as /proc writes it, or mapped to IPv6.
-    loopback = "0100007F"
-    assert (tmp_path / "listening").read_text() in (loopback, f"{'0' * 16}FFFF0000{loopback}")
 
 
 COUNTED = """

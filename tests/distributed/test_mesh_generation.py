@@ -220,6 +220,7 @@ def test_a_larger_tensor_size_than_in_training():
     check({"fsdp": 8}, SAMPLED, tensor=2)
 
 
+@pytest.mark.nightly  # plain: test_sessions_by_heads.py
 def test_more_devices_than_kv_heads_share_heads_in_generation_only():
     check({"fsdp": 4, "sequence": 2}, SAMPLED, tensor=4)
 

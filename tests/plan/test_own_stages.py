@@ -219,7 +219,7 @@ OUTCOME = "outcome", outcome_error, {"kind": "causal_lm"}
     ("loss", "expected", "how", "tokens"),
     [
         (*REGRESSION, 0),
-        (*OUTCOME, 24),
+        pytest.param(*OUTCOME, 24, marks=pytest.mark.nightly),
         pytest.param(*REGRESSION, 24, marks=pytest.mark.slow),
         pytest.param(*OUTCOME, 0, marks=pytest.mark.slow),
     ],

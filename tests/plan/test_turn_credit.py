@@ -35,7 +35,7 @@ def turns() -> Stage:
 NAMES = ("turn_gae", "turn_baseline", "discounted_turns", "mt_grpo", "gigpo")
 
 
-@pytest.mark.parametrize("name", further(NAMES, 2))
+@pytest.mark.parametrize("name", further(NAMES))
 def test_turns_of_a_stage_get_their_credit(tmp_path, name):
     (tmp_path / "own.py").write_text(TURNS)
     stage = Custom(path=f"{tmp_path}/own.py:turns")

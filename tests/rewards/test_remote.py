@@ -79,11 +79,6 @@ def test_a_key_that_stands_twice_is_no_answer():
         json.loads('{"scores": [1], "scores": [0]}', object_pairs_hook=http_client._each_once)
 
 
-def test_a_busy_server_is_asked_again(server):
-    assert ask(server, "busy")[0] == [4]
-    assert len(server.requests()) == 2
-
-
 def test_a_failure_is_one_request(server):
     scores, logged = ask(server, "fine", "lost", "text", batch_size=1, retries=1)
     assert scores[0] == 4 and math.isnan(scores[1]) and math.isnan(scores[2])
@@ -91,13 +86,6 @@ def test_a_failure_is_one_request(server):
     assert errors[0] == "" and "failed 2 times" in errors[1] and "0 scores for 1 rows" in errors[1]
     assert "is neither a number" in errors[2]
     assert len(server.requests()) == 5
-
-
-def test_what_can_never_work_is_asked_once(server):
-    scores, logged = ask(server, *["locked"] * 6, batch_size=1, concurrency=1)
-    assert all(math.isnan(score) for score in scores)
-    assert "401" in logged["remote/error"][0] and "not asked" in logged["remote/error"][5]
-    assert len(server.requests()) == 1
 
 
 def test_time_is_limited_and_requests_run_side_by_side(server):

@@ -68,6 +68,7 @@ def keys_of(folder, path):
     }
 
 
+@pytest.mark.nightly  # plain: calls of templates in agents/, runs of turns in test_conversing.py
 @pytest.mark.parametrize("given", ["path", pytest.param("object", marks=pytest.mark.slow)])
 def test_a_chat_model_calls_tools_and_reads_results(tmp_path, given):
     path, file = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "tools.py"

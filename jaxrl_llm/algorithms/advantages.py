@@ -8,12 +8,12 @@ without a gradient.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from jaxrl_llm.algorithms.shapes import Samples, Tokens
 from jaxrl_llm.numerics import masked_whiten
 
 
-def score_to_rewards(scores: Float[Array, " B"], mask: Float[Array, "B R"]) -> Float[Array, "B R"]:
+def score_to_rewards(scores: Samples, mask: Tokens) -> Tokens:
     """The score at the last token of the mask, 0 at all others.
 
     A row with an empty mask stays 0: its score is lost.
@@ -23,9 +23,7 @@ def score_to_rewards(scores: Float[Array, " B"], mask: Float[Array, "B R"]) -> F
     return jnp.where(positions == last[:, None], scores[:, None], 0.0)
 
 
-def spread_to_steps(
-    rewards: Float[Array, "B R"], step_rewards: Float[Array, "B R"], mask: Float[Array, "B R"]
-) -> Float[Array, "B R"]:
+def spread_to_steps(rewards: Tokens, step_rewards: Tokens, mask: Tokens) -> Tokens:
     """`rewards` with the part `step_rewards` of each score moved from the last token to its steps.
 
     The sum over the tokens stays, so estimators of groups read the whole score.
@@ -35,13 +33,8 @@ def spread_to_steps(
 
 
 def gae(
-    rewards: Float[Array, "B R"],
-    values: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, values: Tokens, mask: Tokens, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tokens, Tokens]:
     """Generalised advantage estimation, whitened over the mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t,
@@ -67,7 +60,7 @@ def gae(
     return jax.lax.stop_gradient((advantages, returns))
 
 
-def _scan_back(decay: Float[Array, "B R"], x: Float[Array, "B R"]) -> Float[Array, "B R"]:
+def _scan_back(decay: Tokens, x: Tokens) -> Tokens:
     """y_t = x_t + decay_t y_{t+1}, with y = 0 after the end, in log2(R) steps instead of R."""
 
     def combine(later, earlier):
@@ -76,9 +69,7 @@ def _scan_back(decay: Float[Array, "B R"], x: Float[Array, "B R"]) -> Float[Arra
     return jax.lax.associative_scan(combine, (decay, x), reverse=True, axis=1)[1]
 
 
-def returns_to_go(
-    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], *, gamma: float = 1.0
-) -> Float[Array, "B R"]:
+def returns_to_go(rewards: Tokens, mask: Tokens, *, gamma: float = 1.0) -> Tokens:
     """G_t = r_t + gamma G_{t+1} over the tokens of the mask; all other tokens are skipped."""
     keep = mask != 0
     returns = _scan_back(jnp.where(keep, gamma, 1.0), jnp.where(keep, rewards, 0.0))
@@ -86,8 +77,8 @@ def returns_to_go(
 
 
 def reinforce_plus_plus(
-    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], *, gamma: float = 1.0
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, mask: Tokens, *, gamma: float = 1.0
+) -> tuple[Tokens, Tokens]:
     """REINFORCE++: the discounted return to go, whitened over the tokens of the batch.
 
     A_t = (G_t - mean) / sqrt(var + 1e-8), G_t = r_t + gamma G_{t+1}. The returns are G_t.
@@ -101,9 +92,7 @@ def reinforce_plus_plus(
     return jax.lax.stop_gradient((masked_whiten(returns, mask), returns))
 
 
-def remax(
-    rewards: Float[Array, "B R"], greedy_scores: Float[Array, " B"], mask: Float[Array, "B R"]
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+def remax(rewards: Tokens, greedy_scores: Samples, mask: Tokens) -> tuple[Tokens, Tokens]:
     """ReMax: the return to go minus the score of the greedy answer to the same prompt.
 
     A_t = G_t - r(greedy), G_t = r_t + G_{t+1}. The returns are G_t.

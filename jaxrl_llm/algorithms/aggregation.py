@@ -14,19 +14,17 @@ import inspect
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.algorithms.shapes import SampleIds, Samples, Scalar, Tokens
 from jaxrl_llm.numerics import masked_count, masked_mean, masked_sum, safe_divide
 
-Scalar = Float[Array, ""]
 
-
-def global_counts(mask: Float[Array, "B R"]) -> tuple[Scalar, Scalar]:
+def global_counts(mask: Tokens) -> tuple[Scalar, Scalar]:
     """(tokens, sequences with a token) of the mask of a whole mini-batch, as float32."""
     return masked_count(mask), masked_count(jnp.max(mask, axis=1, initial=0.0))
 
 
-def prompt_weights(mask: Float[Array, "B R"], group_ids: Int[Array, " B"]) -> Float[Array, " B"]:
+def prompt_weights(mask: Tokens, group_ids: SampleIds) -> Samples:
     """The weight of each row's tokens in `prompt_mean`, from the mask of a whole mini-batch.
 
     It is 1 / (tokens of the row's prompt * prompts with a token), and 0 for a prompt without one.
@@ -45,52 +43,36 @@ def reads_prompts(aggregate: Callable[..., Scalar]) -> bool:
 
 
 def token_mean(
-    x: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    global_tokens: Scalar,
-    global_sequences: Scalar,
+    x: Tokens, mask: Tokens, *, global_tokens: Scalar, global_sequences: Scalar
 ) -> Scalar:
     """Mean over all tokens: long responses weigh more. The default, and the choice of DAPO."""
     return safe_divide(masked_sum(x, mask), global_tokens)
 
 
 def token_sum(
-    x: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    global_tokens: Scalar,
-    global_sequences: Scalar,
+    x: Tokens, mask: Tokens, *, global_tokens: Scalar, global_sequences: Scalar
 ) -> Scalar:
     """Sum over all tokens without a division: the gradient grows with the batch."""
     return masked_sum(x, mask)
 
 
 def seq_mean_token_sum(
-    x: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    global_tokens: Scalar,
-    global_sequences: Scalar,
+    x: Tokens, mask: Tokens, *, global_tokens: Scalar, global_sequences: Scalar
 ) -> Scalar:
     """Mean over sequences of the sum over their tokens, as for the likelihood of responses."""
     return safe_divide(masked_sum(x, mask), global_sequences)
 
 
 def seq_mean_token_mean(
-    x: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    global_tokens: Scalar,
-    global_sequences: Scalar,
+    x: Tokens, mask: Tokens, *, global_tokens: Scalar, global_sequences: Scalar
 ) -> Scalar:
     """Mean over sequences of the mean over their tokens: all responses weigh the same (GRPO)."""
     return safe_divide(jnp.sum(masked_mean(x, mask, axis=1)), global_sequences)
 
 
 def seq_mean_token_sum_norm(
-    x: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    x: Tokens,
+    mask: Tokens,
     *,
     global_tokens: Scalar,
     global_sequences: Scalar,
@@ -105,12 +87,12 @@ def seq_mean_token_sum_norm(
 
 
 def prompt_mean(
-    x: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    x: Tokens,
+    mask: Tokens,
     *,
     global_tokens: Scalar,
     global_sequences: Scalar,
-    prompt_weights: Float[Array, " B"],
+    prompt_weights: Samples,
 ) -> Scalar:
     """Mean over prompts of the mean over the tokens of all their samples.
 

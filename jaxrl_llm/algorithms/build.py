@@ -254,8 +254,7 @@ def kto(s: c.KTO) -> OfflineAlgorithm:
 
 def orpo(s: c.ORPO) -> OfflineAlgorithm:
     return OfflineAlgorithm(
-        loss=_with(preference_losses.orpo, s),
-        token_loss=preference_losses.chosen_row_nll,
+        loss=_with(preference_losses.orpo, s), token_loss=preference_losses.chosen_row_nll
     )
 
 

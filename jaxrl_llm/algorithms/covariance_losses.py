@@ -10,24 +10,25 @@ Shapes: B samples, R response tokens. Loss and metrics are as in `policy_losses.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxrl_llm.algorithms.policy_losses import masked_log_ratio, per_token_metrics
+from jaxrl_llm.algorithms.shapes import Tokens
 from jaxrl_llm.numerics import absolute, clip, masked_count, masked_mean, mix32
 
 
 def clip_cov(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_cov_ratio: float = 0.0002,
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """Clip-Cov: PPO's clip, and no gradient for a few tokens of large covariance.
 
     loss = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)), and 0 on the drawn tokens
@@ -53,14 +54,14 @@ def clip_cov(
 
 
 def kl_cov(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     kl_cov_ratio: float = 0.0002,
     ppo_kl_coef: float = 0.1,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """KL-Cov: no clip, and a penalty on the tokens of largest covariance.
 
     loss = -A ratio, plus ppo_kl_coef |logprobs - old_logprobs| on max(kl_cov_ratio n, 1) of the n

@@ -16,25 +16,26 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.advantages import returns_to_go
 from jaxrl_llm.algorithms.sample_masks import in_a_group, num_samples
+from jaxrl_llm.algorithms.shapes import SampleIds, Samples, Tokens
 from jaxrl_llm.numerics import masked_count, masked_sum, masked_var, masked_whiten, safe_divide
 
 GROUP_STD_EPS = 1e-6  # added to the standard deviation of a group, as in verl
 
-Estimate = tuple[Float[Array, "B R"], Float[Array, "B R"]]
+Estimate = tuple[Tokens, Tokens]
 
 
 def grpo(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
+    rewards: Tokens,
+    mask: Tokens,
+    group_ids: SampleIds,
     *,
     norm_adv_by_std: bool = True,
     std_of: Literal["group", "batch", "advantages"] = "group",
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """GRPO: a sample's reward relative to its group, the same on each of its tokens.
 
     A_i = (r_i - mean of the group) / (std + 1e-6), with the unbiased std of one of these:
@@ -58,12 +59,8 @@ def grpo(
 
 
 def grpo_passk(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    *,
-    norm_adv_by_std: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, mask: Tokens, group_ids: SampleIds, *, norm_adv_by_std: bool = True
+) -> tuple[Tokens, Tokens]:
     """Pass@k: only the best sample of a group has an advantage, its lead over the second best.
 
     A_i = max(r_i - max of r_j over j != i, 0) [/ (std of the group + 1e-6)]
@@ -84,12 +81,12 @@ def grpo_passk(
 
 def gdpo(
     reward_parts: Float[Array, "B K"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
+    mask: Tokens,
+    group_ids: SampleIds,
     *,
     reward_weights: tuple[float, ...] = (),
     norm_adv_by_std: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """GDPO: each part of the reward is standardised in its group before the parts are added.
 
     A_i = whiten(sum over k of w_k grpo(part k)_i), whitened over the tokens of the batch
@@ -117,9 +114,7 @@ def gdpo(
     return jax.lax.stop_gradient((advantages, advantages))
 
 
-def rloo(
-    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+def rloo(rewards: Tokens, mask: Tokens, group_ids: SampleIds) -> tuple[Tokens, Tokens]:
     """RLOO: the reward of a sample minus the mean reward of the others of its group.
 
     A_i = r_i - mean of r_j over j != i = n / (n - 1) (r_i - mean of the group)
@@ -134,8 +129,8 @@ def rloo(
 
 
 def reinforce_plus_plus_baseline(
-    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, mask: Tokens, group_ids: SampleIds
+) -> tuple[Tokens, Tokens]:
     """REINFORCE++ with a baseline: minus the mean of the group, then whitened over all tokens.
 
     A = whiten(r_i - mean of the group)
@@ -149,9 +144,7 @@ def reinforce_plus_plus_baseline(
     return jax.lax.stop_gradient((advantages, advantages))
 
 
-def opo(
-    rewards: Float[Array, "B R"], mask: Float[Array, "B R"], group_ids: Int[Array, " B"]
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+def opo(rewards: Tokens, mask: Tokens, group_ids: SampleIds) -> tuple[Tokens, Tokens]:
     """OPO: minus the mean reward of the group, weighted by the lengths of its samples.
 
     A_i = r_i - sum of l_j r_j / sum of l_j, l_j in tokens
@@ -168,12 +161,8 @@ def opo(
 
 
 def gpg(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    *,
-    f_norm: float = 1.0,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, mask: Tokens, group_ids: SampleIds, *, f_norm: float = 1.0
+) -> tuple[Tokens, Tokens]:
     """GPG: minus the mean of the group, scaled up where few samples of the batch got any reward.
 
     A_i = alpha (r_i - mean of the group) / f_norm, alpha = number of samples / number of samples
@@ -189,14 +178,14 @@ def gpg(
 
 
 def optimal_token_baseline(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    old_logprobs: Float[Array, "B R"],
-    sum_pi_squared: Float[Array, "B R"],
+    rewards: Tokens,
+    mask: Tokens,
+    group_ids: SampleIds,
+    old_logprobs: Tokens,
+    sum_pi_squared: Tokens,
     *,
     handle_zero_tail: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """OTB: the return to go minus a baseline for each token position.
 
     A_t = G_t - sum over the group of G_t W_t / (sum of W_t + 1e-8)
@@ -217,15 +206,15 @@ def optimal_token_baseline(
 
 
 def corrected_optimal_token_baseline(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    old_logprobs: Float[Array, "B R"],
-    sum_pi_squared: Float[Array, "B R"],
-    importance_weights: Float[Array, "B R"],
+    rewards: Tokens,
+    mask: Tokens,
+    group_ids: SampleIds,
+    old_logprobs: Tokens,
+    sum_pi_squared: Tokens,
+    importance_weights: Tokens,
     *,
     handle_zero_tail: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """`optimal_token_baseline` with importance weights: each term of W_t is times their square."""
     weights = importance_weights
     return _token_baseline(
@@ -261,7 +250,7 @@ def _token_baseline(
 # ------------------------------------------------------------------------- groups
 
 
-def _same_group(group_ids: Int[Array, " B"]) -> Array:
+def _same_group(group_ids: SampleIds) -> Array:
     return group_ids[:, None] == group_ids[None, :]
 
 
@@ -273,9 +262,7 @@ def _over_group(same: Array, x: Array) -> Array:
     return jnp.matmul(same.astype(jnp.float32), x, precision=jax.lax.Precision.HIGHEST)
 
 
-def _deviation(
-    x: Float[Array, " B"], group_ids: Int[Array, " B"], counts: Array
-) -> tuple[Array, Array, Array]:
+def _deviation(x: Samples, group_ids: SampleIds, counts: Array) -> tuple[Array, Array, Array]:
     """(x - mean, unbiased std, size) of each sample's group, over the samples in `counts`.
 
     Guarantees: the order of samples does not matter; x - mean is exactly 0 where all are equal. For
@@ -303,6 +290,6 @@ def _standardized(x: Array, group_ids: Array, counts: Array, by_std: bool) -> Ar
     return jnp.where(counts, jnp.where(size > 1, deviation, x), 0.0)
 
 
-def _on_tokens(x: Float[Array, " B"], mask: Float[Array, "B R"]) -> Estimate:
+def _on_tokens(x: Samples, mask: Tokens) -> Estimate:
     advantages = jnp.where(mask != 0, x[:, None], 0.0)
     return jax.lax.stop_gradient((advantages, advantages))

@@ -9,25 +9,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.fields import FieldFunction, field_names
+from jaxrl_llm.algorithms.shapes import SampleIds, Scalar, Tokens
 from jaxrl_llm.numerics import masked_mean, masked_sum
 
-Estimate = tuple[Float[Array, "B R"], Float[Array, "B R"]]
-Loss = tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]
+Estimate = tuple[Tokens, Tokens]
+Loss = tuple[Tokens, dict[str, Tokens]]
 
 
 # ------------------------------------------------------------------------- the best of n
 
 
 def best_of_n(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    *,
-    threshold: float | None = None,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, mask: Tokens, group_ids: SampleIds, *, threshold: float | None = None
+) -> tuple[Tokens, Tokens]:
     """1 on the tokens of the best sample of each group, 0 elsewhere; no gradient.
 
     A_i = 1 if r_i = max of the group and r_i > threshold, r_i the sum of the sample's rewards
@@ -49,9 +46,7 @@ def best_of_n(
     return jax.lax.stop_gradient((weights, weights))
 
 
-def keep_chosen(
-    advantages: Float[Array, "B R"], mask: Float[Array, "B R"]
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, ""]]]:
+def keep_chosen(advantages: Tokens, mask: Tokens) -> tuple[Tokens, dict[str, Scalar]]:
     """The mask of the samples with a positive advantage; all others are in no loss and no mean.
 
     Metric: `rejection_sampling/kept_fraction`, the share of samples kept.
@@ -62,7 +57,7 @@ def keep_chosen(
     return jax.lax.stop_gradient((kept, {"rejection_sampling/kept_fraction": share}))
 
 
-def nll(logprobs: Float[Array, "B R"], mask: Float[Array, "B R"]) -> Loss:
+def nll(logprobs: Tokens, mask: Tokens) -> Loss:
     """Negative log-likelihood of the tokens of the mask: loss = -log pi(token).
 
     Supervised fine-tuning on samples that are already selected, as by `keep_chosen`.
@@ -73,17 +68,15 @@ def nll(logprobs: Float[Array, "B R"], mask: Float[Array, "B R"]) -> Loss:
 # ------------------------------------------------------------------------- a teacher
 
 
-def no_advantage(mask: Float[Array, "B R"]) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+def no_advantage(mask: Tokens) -> tuple[Tokens, Tokens]:
     """0 everywhere, for a loss that reads no advantage."""
     zeros = jnp.zeros_like(mask)
     return zeros, zeros
 
 
 def teacher_advantage(
-    old_logprobs: Float[Array, "B R"],
-    teacher_logprobs: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    old_logprobs: Tokens, teacher_logprobs: Tokens, mask: Tokens
+) -> tuple[Tokens, Tokens]:
     """On-policy distillation as an advantage: A_t = log pi_teacher - log pi; no gradient.
 
     A_t is minus the sampled reverse KL. Its policy gradient is the gradient of -KL(pi || teacher)
@@ -95,9 +88,9 @@ def teacher_advantage(
 
 
 def reverse_kl(
-    logprobs: Float[Array, "B R"],
-    teacher_logprobs: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    teacher_logprobs: Tokens,
+    mask: Tokens,
     *,
     estimator: Callable[[Array, Array], Array],
 ) -> Loss:
@@ -136,9 +129,7 @@ def _distance(logprobs: Array, teacher_logprobs: Array, mask: Array) -> dict[str
 
 
 def forward_kl_top_k(
-    top_logprobs: Float[Array, "B R K"],
-    teacher_top_logprobs: Float[Array, "B R K"],
-    mask: Float[Array, "B R"],
+    top_logprobs: Float[Array, "B R K"], teacher_top_logprobs: Float[Array, "B R K"], mask: Tokens
 ) -> Loss:
     """KL(teacher || pi) over the K most likely tokens of the teacher, at each position.
 

@@ -12,15 +12,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxrl_llm.algorithms.fields import FieldFunction, field_names
+from jaxrl_llm.algorithms.shapes import Scalar, Tokens
 from jaxrl_llm.numerics import masked_mean, masked_sum, masked_var, safe_divide
 
 MAX_LOG_RATIO = 20.0
 SHORT_RESPONSE = 16  # tokens; up to it, stale samples get weights of whole responses
 
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Scalar]
 
 
 def weights_of_stale_samples(
@@ -39,14 +40,14 @@ def weights_of_stale_samples(
 
 
 def token_weights(
-    old_logprobs: Float[Array, "B R"],
-    rollout_logprobs: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    old_logprobs: Tokens,
+    rollout_logprobs: Tokens,
+    mask: Tokens,
     *,
     upper: float = 2.0,
     lower: float | None = None,
     normalize: bool = False,
-) -> tuple[Float[Array, "B R"], Metrics]:
+) -> tuple[Tokens, Metrics]:
     """Truncated ratio of each token, w = pi_trainer / pi_sampler, [B, R]; and metrics.
 
     Without `lower`: min(w, upper). With it: w inside [lower, upper], 0 outside (IcePop).
@@ -68,14 +69,14 @@ def token_weights(
 
 
 def sequence_weights(
-    old_logprobs: Float[Array, "B R"],
-    rollout_logprobs: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    old_logprobs: Tokens,
+    rollout_logprobs: Tokens,
+    mask: Tokens,
     *,
     upper: float = 2.0,
     lower: float | None = None,
     normalize: bool = False,
-) -> tuple[Float[Array, "B R"], Metrics]:
+) -> tuple[Tokens, Metrics]:
     """The ratio of a whole response on each of its tokens: w = product of its tokens' ratios.
 
     Truncated as in `token_weights`; `normalize` divides by the mean weight of a response. Unbiased

@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.advantages import score_to_rewards, spread_to_steps
 from jaxrl_llm.algorithms.fields import FieldFunction, field_names
+from jaxrl_llm.algorithms.shapes import Samples, Scalar, Tokens
 from jaxrl_llm.numerics import absolute, clip, masked_count, masked_mean, safe_divide
 
-Tokens = Float[Array, "B R"]
 Estimator = Callable[[Tokens, Tokens], Tokens]
 
 MAX_LOG_RATIO = 20.0  # before exp
@@ -130,12 +129,12 @@ def masked_kl(
 
 
 def kl_in_reward(
-    scores: Float[Array, " B"],
+    scores: Samples,
     mask: Tokens,
     old_logprobs: Tokens,
     reference_logprobs: Tokens,
     *,
-    coef: Float[Array, ""],
+    coef: Scalar,
     estimator: Estimator = kl_k1,
 ) -> tuple[Tokens, Tokens]:
     """(rewards, kl), [B, R]: the score at the last token minus coef times the KL of each token.
@@ -160,7 +159,7 @@ def with_steps(kl_reward: Callable[..., Any]) -> Callable[..., Any]:
     return FieldFunction(with_rewards_of_steps, reads)
 
 
-def batch_kl(kl: Tokens, mask: Tokens) -> Float[Array, ""]:
+def batch_kl(kl: Tokens, mask: Tokens) -> Scalar:
     """The KL that a controller reads: mean over sequences of their token means, as in verl."""
     per_sequence = masked_mean(kl, mask, axis=1)
     return safe_divide(jnp.sum(per_sequence), masked_count(jnp.max(mask, axis=1, initial=0.0)))
@@ -169,17 +168,13 @@ def batch_kl(kl: Tokens, mask: Tokens) -> Float[Array, ""]:
 class KLController(Protocol):
     """Chooses the coefficient of the KL in the reward. The state is that coefficient, float32."""
 
-    def init(self) -> Float[Array, ""]:
+    def init(self) -> Scalar:
         """The state before the first iteration."""
         ...
 
     def update(
-        self,
-        state: Float[Array, ""],
-        current_kl: Float[Array, ""],
-        num_samples: int,
-        learned: Float[Array, ""] | float = 1.0,
-    ) -> Float[Array, ""]:
+        self, state: Scalar, current_kl: Scalar, num_samples: int, learned: Scalar | float = 1.0
+    ) -> Scalar:
         """The state for the next iteration, from the `batch_kl` of this iteration's samples.
 
         `learned` is the share of the samples that are not masked.
@@ -194,17 +189,13 @@ class FixedKL:
 
     coef: float
 
-    def init(self) -> Float[Array, ""]:
+    def init(self) -> Scalar:
         """The coefficient."""
         return jnp.float32(self.coef)
 
     def update(
-        self,
-        state: Float[Array, ""],
-        current_kl: Float[Array, ""],
-        num_samples: int,
-        learned: Float[Array, ""] | float = 1.0,
-    ) -> Float[Array, ""]:
+        self, state: Scalar, current_kl: Scalar, num_samples: int, learned: Scalar | float = 1.0
+    ) -> Scalar:
         """The same coefficient."""
         return state
 
@@ -224,17 +215,13 @@ class AdaptiveKL:
     horizon: float = 10000.0
     target: float = 0.1
 
-    def init(self) -> Float[Array, ""]:
+    def init(self) -> Scalar:
         """The coefficient of the first iteration."""
         return jnp.float32(self.coef)
 
     def update(
-        self,
-        state: Float[Array, ""],
-        current_kl: Float[Array, ""],
-        num_samples: int,
-        learned: Float[Array, ""] | float = 1.0,
-    ) -> Float[Array, ""]:
+        self, state: Scalar, current_kl: Scalar, num_samples: int, learned: Scalar | float = 1.0
+    ) -> Scalar:
         """One proportional step. The share `learned` of `num_samples` is behind `current_kl`.
 
         Raises ValueError if that many samples could make the coefficient negative.

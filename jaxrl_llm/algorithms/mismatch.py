@@ -1,8 +1,9 @@
 """Metrics of the mismatch between sampler and trainer, under the names of verl and NeMo-RL."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from jaxrl_llm.algorithms.shapes import Scalar, Tokens
 from jaxrl_llm.numerics import masked_mean, masked_sum, masked_var
 
 MAX_LOG_RATIO = 20.0
@@ -10,10 +11,8 @@ MULT_PROB_ERROR = "token_mult_prob_error"
 
 
 def mismatch_metrics(
-    old_logprobs: Float[Array, "B R"],
-    rollout_logprobs: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-) -> dict[str, Float[Array, ""]]:
+    old_logprobs: Tokens, rollout_logprobs: Tokens, mask: Tokens
+) -> dict[str, Scalar]:
     """Distances of the two policies on the same tokens.
 
     - `training/rollout_probs_diff_{max,mean,std}`: |p_trainer - p_sampler| over tokens.

@@ -16,23 +16,24 @@ covariance are in `covariance_losses.py`.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from jaxrl_llm.algorithms.shapes import Tokens
 from jaxrl_llm.numerics import clip
 
 MAX_LOG_RATIO = 20.0  # exp(20) is about 5e8: large, and still finite in float32
 
 
 def ppo_clip(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_c: float = 3.0,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """PPO's clipped surrogate with separate bounds and a dual clip.
 
     ratio = exp(clamp(logprobs - old_logprobs, -20, 20))
@@ -57,21 +58,19 @@ def ppo_clip(
     negative = advantages < 0
     loss = jnp.where(negative, jnp.minimum(upper, bound), upper)
     return loss, per_token_metrics(
-        log_ratio,
-        clipfrac=clipped > unclipped,
-        clipfrac_lower=negative & (upper > bound),
+        log_ratio, clipfrac=clipped > unclipped, clipfrac_lower=negative & (upper > bound)
     )
 
 
 def cispo(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     clip_low: float = 1.0,
     clip_high: float = 0.2,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """CISPO: REINFORCE with a clipped importance weight; a clipped token keeps its gradient.
 
     loss = -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprobs
@@ -88,14 +87,14 @@ def cispo(
 
 
 def sapo(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """SAPO: a soft gate instead of the clip; the gradient fades and is never cut off.
 
     loss = -A (4 / tau) sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0, else tau_neg
@@ -113,8 +112,8 @@ def sapo(
 
 
 def policy_gradient(
-    logprobs: Float[Array, "B R"], advantages: Float[Array, "B R"], mask: Float[Array, "B R"]
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    logprobs: Tokens, advantages: Tokens, mask: Tokens
+) -> tuple[Tokens, dict[str, Tokens]]:
     """REINFORCE: loss = -A logprobs. verl's `gpg`.
 
     It has no ratio and reads no old policy, so that pass is not computed. It is on-policy only in
@@ -126,13 +125,8 @@ def policy_gradient(
 
 
 def dro(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    beta: float,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    logprobs: Tokens, old_logprobs: Tokens, advantages: Tokens, mask: Tokens, *, beta: float
+) -> tuple[Tokens, dict[str, Tokens]]:
     """DRO: REINFORCE with a quadratic penalty on the log-ratio instead of a clip.
 
     loss = -(A logprobs - beta / 2 (logprobs - old_logprobs)^2)
@@ -147,15 +141,15 @@ def dro(
 
 
 def dppo_tv(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     divergence_low: float = 0.2,
     divergence_high: float = 0.2,
     clip_c: float = 20.0,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """DPPO, total variation: no loss on a token whose probability has moved too far.
 
     loss = -A stop(min(ratio, clip_c)) logprobs, and 0 where A > 0 and p - p_old > divergence_high,
@@ -171,15 +165,15 @@ def dppo_tv(
 
 
 def dppo_kl(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     divergence_low: float = 0.05,
     divergence_high: float = 0.05,
     clip_c: float = 20.0,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """DPPO, KL: `dppo_tv` with the KL of the old to the current policy, in nats.
 
     KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), a token against all others

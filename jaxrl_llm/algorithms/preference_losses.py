@@ -10,11 +10,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from jaxrl_llm.algorithms.shapes import Samples
 from jaxrl_llm.arguments import is_zero
 
-Weighted = tuple[Float[Array, " B"], Float[Array, " B"]]
+Weighted = tuple[Samples, Samples]
 DPOForm = Literal["sigmoid", "robust", "ipo", "hinge", "sigmoid_norm"]
 CPOForm = Literal["sigmoid", "ipo", "hinge", "simpo"]
 
@@ -23,22 +24,20 @@ CPOForm = Literal["sigmoid", "ipo", "hinge", "simpo"]
 
 
 def completion_nll(
-    completion_logprobs: Float[Array, " B"], completion_lengths: Float[Array, " B"]
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    completion_logprobs: Samples, completion_lengths: Samples
+) -> tuple[Samples, Samples]:
     """Negative log-likelihood of the completion: sum over its tokens, and their number."""
     return -completion_logprobs, completion_lengths
 
 
-def chosen_nll(
-    chosen_logprobs: Float[Array, " B"], chosen_lengths: Float[Array, " B"]
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+def chosen_nll(chosen_logprobs: Samples, chosen_lengths: Samples) -> tuple[Samples, Samples]:
     """Negative log-likelihood of the chosen completion: sum over its tokens, and their number."""
     return -chosen_logprobs, chosen_lengths
 
 
 def chosen_row_nll(
-    chosen_row_logprobs: Float[Array, " B"], chosen_row_lengths: Float[Array, " B"]
-) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    chosen_row_logprobs: Samples, chosen_row_lengths: Samples
+) -> tuple[Samples, Samples]:
     """Negative log-likelihood of prompt and chosen completion: sum over tokens, and their number.
 
     The likelihood term of ORPO; it includes the prompt, as in the authors' code and in TRL.
@@ -50,12 +49,8 @@ def chosen_row_nll(
 
 
 def bradley_terry(
-    chosen_scores: Float[Array, " B"],
-    rejected_scores: Float[Array, " B"],
-    margins: Float[Array, " B"],
-    *,
-    center: float = 0.0,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    chosen_scores: Samples, rejected_scores: Samples, margins: Samples, *, center: float = 0.0
+) -> tuple[Samples, dict[str, Samples]]:
     """The Bradley-Terry loss of a reward model on pairs.
 
     loss = -log sigmoid(chosen - rejected - margin) + center (chosen + rejected)^2
@@ -68,17 +63,13 @@ def bradley_terry(
     gap = chosen_scores - rejected_scores
     total = chosen_scores + rejected_scores
     loss = -jax.nn.log_sigmoid(gap - margins) + center * jnp.square(total)
-    metrics = {
-        "accuracy": (gap > 0).astype(jnp.float32),
-        "margin": gap,
-        "mean_reward": 0.5 * total,
-    }
+    metrics = {"accuracy": (gap > 0).astype(jnp.float32), "margin": gap, "mean_reward": 0.5 * total}
     return loss, jax.lax.stop_gradient(metrics)
 
 
 def rating_error(
-    completion_scores: Float[Array, " B"], ratings: Float[Array, " B"]
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+    completion_scores: Samples, ratings: Samples
+) -> tuple[Samples, dict[str, Samples]]:
     """Squared error of a reward model: loss = (score - rating)^2.
 
     It assumes that ratings have one scale for all prompts. Where only their order within a prompt
@@ -93,15 +84,15 @@ def rating_error(
 
 
 def dpo(
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
-    reference_chosen_logprobs: Float[Array, " B"],
-    reference_rejected_logprobs: Float[Array, " B"],
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
+    reference_chosen_logprobs: Samples,
+    reference_rejected_logprobs: Samples,
     *,
     beta: float = 0.1,
     form: DPOForm = "sigmoid",
     label_smoothing: float = 0.0,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+) -> tuple[Samples, dict[str, Samples]]:
     """Direct preference optimisation on sums of log-probs (Rafailov et al. 2023, arXiv:2305.18290).
 
     With r = log-ratio of policy to reference, e = label_smoothing and d = r_chosen - r_rejected:
@@ -132,17 +123,17 @@ def dpo(
 
 
 def dpo_normalised(
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
-    reference_chosen_logprobs: Float[Array, " B"],
-    reference_rejected_logprobs: Float[Array, " B"],
-    chosen_lengths: Float[Array, " B"],
-    rejected_lengths: Float[Array, " B"],
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
+    reference_chosen_logprobs: Samples,
+    reference_rejected_logprobs: Samples,
+    chosen_lengths: Samples,
+    rejected_lengths: Samples,
     *,
     beta: float = 0.1,
     form: DPOForm = "sigmoid_norm",
     label_smoothing: float = 0.0,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+) -> tuple[Samples, dict[str, Samples]]:
     """DPO on log-ratios averaged over the tokens of a completion. With d of those averages:
 
     sigmoid_norm  the sigmoid form of `dpo` (Meng et al. 2024, arXiv:2405.14734, appendix)
@@ -164,10 +155,8 @@ def dpo_normalised(
 
 
 def mismatched_kl(
-    mismatched_logprobs: Float[Array, " B"],
-    reference_mismatched_logprobs: Float[Array, " B"],
-    weights: Float[Array, " B"],
-) -> Float[Array, " B"]:
+    mismatched_logprobs: Samples, reference_mismatched_logprobs: Samples, weights: Samples
+) -> Samples:
     """KTO's estimate of KL(policy || reference), the same for every record; no gradient.
 
     max(0, mean of the log-ratio over prompts with the completion of another record of the batch)
@@ -180,15 +169,15 @@ def mismatched_kl(
 
 
 def kto(
-    completion_logprobs: Float[Array, " B"],
-    reference_completion_logprobs: Float[Array, " B"],
-    labels: Float[Array, " B"],
-    baseline: Float[Array, " B"],
+    completion_logprobs: Samples,
+    reference_completion_logprobs: Samples,
+    labels: Samples,
+    baseline: Samples,
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"] | Weighted]]:
+) -> tuple[Samples, dict[str, Samples | Weighted]]:
     """Kahneman-Tversky optimisation of single labelled completions (arXiv:2402.01306, eq. 7).
 
     With r the log-ratio of policy to reference and the baseline z of `mismatched_kl`:
@@ -220,13 +209,13 @@ def kto(
 
 
 def orpo(
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
-    chosen_lengths: Float[Array, " B"],
-    rejected_lengths: Float[Array, " B"],
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
+    chosen_lengths: Samples,
+    rejected_lengths: Samples,
     *,
     beta: float = 0.1,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+) -> tuple[Samples, dict[str, Samples]]:
     """The odds-ratio term of ORPO (Hong et al. 2024, arXiv:2403.07691, eqs. 4 and 7).
 
     loss = -beta log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p)
@@ -244,13 +233,13 @@ def orpo(
 
 
 def cpo(
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
     *,
     beta: float = 0.1,
     form: CPOForm = "sigmoid",
     label_smoothing: float = 0.0,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+) -> tuple[Samples, dict[str, Samples]]:
     """The preference term of CPO: DPO with a uniform reference (Xu et al. 2024, arXiv:2401.08417).
 
     sigmoid  the sigmoid form of `dpo` on d = chosen_logprobs - rejected_logprobs
@@ -265,16 +254,16 @@ def cpo(
 
 
 def cpo_normalised(
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
-    chosen_lengths: Float[Array, " B"],
-    rejected_lengths: Float[Array, " B"],
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
+    chosen_lengths: Samples,
+    rejected_lengths: Samples,
     *,
     beta: float = 0.1,
     gamma: float = 0.5,
     form: CPOForm = "simpo",
     label_smoothing: float = 0.0,
-) -> tuple[Float[Array, " B"], dict[str, Float[Array, " B"]]]:
+) -> tuple[Samples, dict[str, Samples]]:
     """Forms of CPO on the mean log-prob over the tokens of a completion. With d their difference:
 
     simpo  -log sigmoid(beta d - gamma), with label smoothing as in `dpo` (SimPO, Meng et al. 2024,
@@ -297,13 +286,13 @@ def cpo_normalised(
 
 
 def judged_pairs(
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
-    reference_chosen_logprobs: Float[Array, " B"],
-    reference_rejected_logprobs: Float[Array, " B"],
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
+    reference_chosen_logprobs: Samples,
+    reference_rejected_logprobs: Samples,
     *,
     beta: float = 0.1,
-) -> dict[str, Float[Array, " B"]]:
+) -> dict[str, Samples]:
     """Metrics of pairs by the implicit reward, beta times the log-ratio to the reference.
 
     For losses of DPO's family, and for a loss on single completions whose held-out data are pairs.
@@ -314,11 +303,11 @@ def judged_pairs(
 
 
 def pair_metrics(
-    chosen_rewards: Float[Array, " B"],
-    rejected_rewards: Float[Array, " B"],
-    chosen_logprobs: Float[Array, " B"],
-    rejected_logprobs: Float[Array, " B"],
-) -> dict[str, Float[Array, " B"]]:
+    chosen_rewards: Samples,
+    rejected_rewards: Samples,
+    chosen_logprobs: Samples,
+    rejected_logprobs: Samples,
+) -> dict[str, Samples]:
     """TRL's metrics of preference training. An accuracy counts a tie as wrong.
 
     `logps/accuracies` is ours: how often the policy finds the chosen completion more likely. It has

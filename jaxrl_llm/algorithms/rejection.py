@@ -7,8 +7,9 @@ k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. Schulman, http://joschu.net/blog/kl-
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from jaxrl_llm.algorithms.shapes import Scalar, Tokens
 from jaxrl_llm.config.thresholds import Rule
 from jaxrl_llm.numerics import masked_mean, masked_sum
 
@@ -16,12 +17,8 @@ MAX_LOG_RATIO = 20.0
 
 
 def reject(
-    old_logprobs: Float[Array, "B R"],
-    rollout_logprobs: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    rules: tuple[Rule, ...],
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, ""]]]:
+    old_logprobs: Tokens, rollout_logprobs: Tokens, mask: Tokens, *, rules: tuple[Rule, ...]
+) -> tuple[Tokens, dict[str, Scalar]]:
     """The mask without the tokens that any rule rejects, [B, R], and metrics; no gradient.
 
     A token rule rejects tokens, a sequence rule whole responses. A distance on its bound is kept.

@@ -7,28 +7,28 @@ needs no code for that: it sees an empty mask, and a group that has this sample 
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool
+
+from jaxrl_llm.algorithms.shapes import SampleIds, Samples, Scalar, Tokens
 
 
-def learned_tokens(
-    mask: Float[Array, "B R"], sample_mask: Float[Array, " B"]
-) -> Float[Array, "B R"]:
+def learned_tokens(mask: Tokens, sample_mask: Samples) -> Tokens:
     """The mask without the tokens of samples that are left out."""
     return jnp.where(sample_mask[:, None] != 0, mask, 0.0)
 
 
-def in_a_group(group_ids: Int[Array, " B"]) -> Bool[Array, " B"]:
+def in_a_group(group_ids: SampleIds) -> Bool[Array, " B"]:
     """False for samples that `without_left_out` has put in groups of their own."""
     return group_ids >= 0
 
 
-def num_samples(group_ids: Int[Array, " B"]) -> Float[Array, ""]:
+def num_samples(group_ids: SampleIds) -> Scalar:
     """Number of samples without those that `without_left_out` has put in groups of their own."""
     return jnp.sum(in_a_group(group_ids), dtype=jnp.float32)
 
 
 def without_left_out(
-    fields: Mapping[str, Array], sample_mask: Float[Array, " B"], *, compares: bool
+    fields: Mapping[str, Array], sample_mask: Samples, *, compares: bool
 ) -> dict[str, Array]:
     """The fields as an estimator must see them.
 
@@ -36,7 +36,7 @@ def without_left_out(
     nothing that it could be compared with.
     """
     kept = sample_mask != 0
-    group_ids: Int[Array, " B"] = fields["group_ids"]
+    group_ids: SampleIds = fields["group_ids"]
     if compares:
         same = group_ids[:, None] == group_ids[None, :]
         left = (same & kept[None, :]).sum(axis=1)

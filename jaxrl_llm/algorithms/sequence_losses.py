@@ -6,23 +6,23 @@ metrics are as in `policy_losses.py`.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxrl_llm.algorithms.policy_losses import per_token_metrics
+from jaxrl_llm.algorithms.shapes import Tokens
 from jaxrl_llm.numerics import clip, masked_mean
 
 MAX_SEQUENCE_LOG_RATIO = 10.0  # bound of the mean over tokens, as in verl
 
 
 def gspo(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     clip_low: float = 0.0003,
     clip_high: float = 0.0004,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """GSPO: PPO's clip on the length-normalised ratio of the response.
 
     s = exp(mean over its tokens of logprobs - old_logprobs)
@@ -47,14 +47,14 @@ def gspo(
 
 
 def geo_mean(
-    logprobs: Float[Array, "B R"],
-    old_logprobs: Float[Array, "B R"],
-    advantages: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Tokens,
     *,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+) -> tuple[Tokens, dict[str, Tokens]]:
     """GMPO: the geometric mean of the clipped ratios of a response.
 
     d_t = logprobs_t - old_logprobs_t, at most clip_high where A > 0, at least -clip_low where A < 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from jaxrl_llm.algorithms.advantages import _scan_back
 from jaxrl_llm.algorithms.group_advantages import (
@@ -27,20 +27,21 @@ from jaxrl_llm.algorithms.group_advantages import (
     _same_group,
     _standardized,
 )
+from jaxrl_llm.algorithms.shapes import SampleIds, TokenIds, Tokens
 from jaxrl_llm.numerics import masked_sum, masked_whiten, safe_divide
 
-Estimate = tuple[Float[Array, "B R"], Float[Array, "B R"]]
+Estimate = tuple[Tokens, Tokens]
 
 
 def turn_gae(
-    rewards: Float[Array, "B R"],
-    values: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    turn_ids: Int[Array, "B R"],
+    rewards: Tokens,
+    values: Tokens,
+    mask: Tokens,
+    turn_ids: TokenIds,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """GAE over turns, whitened over the tokens of the mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t,
@@ -60,13 +61,8 @@ def turn_gae(
 
 
 def turn_baseline(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    turn_ids: Int[Array, "B R"],
-    *,
-    gamma: float = 1.0,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    rewards: Tokens, mask: Tokens, group_ids: SampleIds, turn_ids: TokenIds, *, gamma: float = 1.0
+) -> tuple[Tokens, Tokens]:
     """The return to go of a turn against the group's other samples at the same turn.
 
     A_it = G_it - mean of G_jt over j != i, where G_jt is 0 if sample j ended before turn t
@@ -89,14 +85,14 @@ def turn_baseline(
 
 
 def discounted_turns(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    turn_ids: Int[Array, "B R"],
+    rewards: Tokens,
+    mask: Tokens,
+    group_ids: SampleIds,
+    turn_ids: TokenIds,
     *,
     gamma: float = 0.4,
     norm_adv_by_std: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """The discounted return to go of a turn, standardised over all turns of the group.
 
     A_it = (G_it - mean) / (std + 1e-6), with mean and unbiased std over the turns of all samples
@@ -126,14 +122,14 @@ def discounted_turns(
 
 
 def mt_grpo(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    turn_ids: Int[Array, "B R"],
+    rewards: Tokens,
+    mask: Tokens,
+    group_ids: SampleIds,
+    turn_ids: TokenIds,
     *,
     turn_weight: float = 1.0,
     norm_adv_by_std: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """MT-GRPO: GRPO's advantage of the outcome, and one of each turn before the last.
 
     A_it = (o_i - mean of o) [/ std] + turn_weight (r_it - mean of r_t) [/ std],  t before the last
@@ -160,16 +156,16 @@ def mt_grpo(
 
 
 def gigpo(
-    rewards: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    group_ids: Int[Array, " B"],
-    turn_ids: Int[Array, "B R"],
-    state_keys: Int[Array, "B R"],
+    rewards: Tokens,
+    mask: Tokens,
+    group_ids: SampleIds,
+    turn_ids: TokenIds,
+    state_keys: TokenIds,
     *,
     gamma: float = 0.95,
     step_weight: float = 1.0,
     norm_adv_by_std: bool = True,
-) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+) -> tuple[Tokens, Tokens]:
     """GiGPO: GRPO's advantage of the response, and one of each turn among turns in equal states.
 
     A_it = (R_i - mean of the group) [/ std] + step_weight (G_it - mean of G) [/ std]

@@ -2,17 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+
+from jaxrl_llm.algorithms.shapes import Tokens
 
 
 def clipped_value_loss(
-    new_values: Float[Array, "B R"],
-    values: Float[Array, "B R"],
-    returns: Float[Array, "B R"],
-    mask: Float[Array, "B R"],
-    *,
-    cliprange: float = 0.5,
-) -> tuple[Float[Array, "B R"], dict[str, Float[Array, "B R"]]]:
+    new_values: Tokens, values: Tokens, returns: Tokens, mask: Tokens, *, cliprange: float = 0.5
+) -> tuple[Tokens, dict[str, Tokens]]:
     """PPO's value loss: 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2).
 
     The clip keeps the critic near its values V_old at the time of the rollout. `cliprange` is in

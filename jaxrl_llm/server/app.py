@@ -37,6 +37,7 @@ from jaxrl_llm.server.protocol import (
     read_chat,
     read_completion,
 )
+from jaxrl_llm.server.responses import ResponseAnswer, read_response
 from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.server.worker import Worker
 from jaxrl_llm.tokenizer import Tokenizer
@@ -87,6 +88,9 @@ class Application:
     def _routes(self) -> list[Route]:
         return [
             self._route("/v1/chat/completions", partial(self._answer, read_chat), "POST"),
+            self._route(
+                "/v1/responses", partial(self._answer, read_response, form=ResponseAnswer), "POST"
+            ),
             self._route("/v1/completions", partial(self._answer, read_completion), "POST"),
             self._route("/v1/models", self._models),
             self._route("/metrics", self._metric_text),
@@ -127,7 +131,13 @@ class Application:
 
     # --------------------------------------------------------------------- answers
 
-    async def _answer(self, read: Callable[..., Asked], request: Request) -> Response:
+    async def _answer(
+        self,
+        read: Callable[..., Asked],
+        request: Request,
+        *,
+        form: "Callable[[_Answer], _Answer | ResponseAnswer]" = lambda answer: answer,
+    ) -> Response:
         began = time.monotonic()
         until = began + self._settings.answer_s
         try:
@@ -138,7 +148,7 @@ class Application:
         if self._worker.failure is not None:
             raise ApiError(503, f"the engine failed: {self._worker.failure}", kind="server_error")
         job, give_back = await self._job(read, request, raw)
-        asked, answer = job.asked, self._answer_of(job)
+        asked, answer = job.asked, form(self._answer_of(job))
         leave = partial(self._leave, job, give_back, began)
         stream = _EventStream(answer, until, leave)
         response: Response | None = None
@@ -224,7 +234,7 @@ class _Answer:
     """The parts of an answer as they are written. With tools, calls are read out of it."""
 
     def __init__(self, job: Job, writer: Writer, tokenizer: Tokenizer) -> None:
-        self._job, self._writer = job, writer
+        self.asked, self._job, self._writer = job.asked, job, writer
         tools = job.asked.tools
         self._parser = (job.parser or ToolCallParser(tokenizer, tools)) if tools else None
         self._delimiters = {i for i, _ in tokenizer.added_tokens.values()} if tools else set()
@@ -239,19 +249,24 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of a stream; what comes at one time is sent at once."""
+        async for chunks in self.chunks():
+            yield b"".join(map(_event, chunks))
+        yield b"data: [DONE]\n\n"
+
+    async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """The chunks of a stream; what comes at one time is together."""
         job = self._job
         sent = [_Sent() for _ in job.choices]
         while True:
             job.check()
             ended, changed = job.ended, job.changed
             parts = [self._further(i, choice, sent[i]) for i, choice in enumerate(job.choices)]
-            yield b"".join(_event(self._writer.chunk(part)) for part in parts if part)
+            yield [self._writer.chunk(part) for part in parts if part]
             if ended:
                 break
             await changed.wait()
         if job.asked.include_usage:
-            yield _event(self._writer.usage_chunk(job.sampled))
-        yield b"data: [DONE]\n\n"
+            yield [self._writer.usage_chunk(job.sampled)]
 
     def _further(self, index: int, choice: Choice, sent: "_Sent") -> Part | None:
         """What a choice has more than was sent."""
@@ -339,7 +354,9 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: _Answer, until: float, leave: Callable[[bool], None]) -> None:
+    def __init__(
+        self, answer: _Answer | ResponseAnswer, until: float, leave: Callable[[bool], None]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._answer, self._until, self._leave = answer, until, leave

@@ -37,6 +37,7 @@ from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.server.app import Application, GiveBack, is_retry
 from jaxrl_llm.server.jobs import Choice, Job
 from jaxrl_llm.server.protocol import ApiError, Asked, Row, encoded, read_chat, values_of
+from jaxrl_llm.server.responses import ResponseAnswer, read_response
 from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.server.worker import Running, Wanted, Worker
 from jaxrl_llm.tokenizer import Tokenizer
@@ -249,6 +250,11 @@ class SessionApplication(Application):
             for route in (
                 self._route(
                     f"{begin}/v1/chat/completions", partial(self._answer, read_chat), "POST"
+                ),
+                self._route(
+                    f"{begin}/v1/responses",
+                    partial(self._answer, read_response, form=ResponseAnswer),
+                    "POST",
                 ),
                 self._route(f"{begin}/v1/models", self._models),
             )

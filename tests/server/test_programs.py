@@ -63,6 +63,26 @@ def agent(row, base_url, api_key):
 )
 
 
+RESPONSES = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    items = list(row["prompt"])
+    tools = [{"type": "function", **get_json_schema(add)["function"]}]
+    while True:
+        reply = client.responses.create(model="gpt", input=items, tools=tools, store=False)
+        items += reply.output
+        calls = [item for item in reply.output if item.type == "function_call"]
+        if not calls:
+            return float(reply.output_text == "42")
+        for call in calls:
+            text = add(**json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": text})
+"""
+)
+
+
 @dataclass(eq=False)
 class Sequence(FakeSequence):
     kept: dict = field(default_factory=dict)
@@ -119,12 +139,13 @@ def run(tmp_path, text, *scripts, columns=(), **changes):
         programs.close()
 
 
-def test_a_conversation_has_the_ids_of_the_driver(tmp_path):
+@pytest.mark.parametrize("agent", [AGENT, RESPONSES], ids=["chat", "responses"])
+def test_a_conversation_has_the_ids_of_the_driver(tmp_path, agent):
     file = tmp_path / "tools.py"
     file.write_text(TOOLS)
     turns = ("Yes. " + CALL, "42")
     wanted = driven(open_chat(), ASKED, turns, tools=[f"{file}:add"])
-    (own, other), engine = run(tmp_path, AGENT, turns, ("43",))
+    (own, other), engine = run(tmp_path, agent, turns, ("43",))
     for key in ("prompt_ids", "response_ids", "mask", "logprobs", "text"):
         assert getattr(own, key) == getattr(wanted, key), key
     assert [(t.start, t.end, len(t.calls)) for t in own.turns] == [

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxrl_llm.chat_template import LONGEST, try_template
 from jaxrl_llm.images import MARK, ImageInput
@@ -48,103 +48,7 @@ PANIC = "PanicException"  # a fault in the Rust code of tokenizers; it is not an
 CHAR_MARK = "jaxrl_llm_tokenizer"  # key of tokenizer_config.json that marks a saved CharTokenizer
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The part of a tokenizer that data, rewards and export use."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids of the tokenizer. A model's embedding table may be longer."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """Fills rows on the right. It is the end id if the tokenizer has no padding token."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """Ends a completion in training rows."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """Begins a plain text; None if this tokenizer adds no such token."""
-        ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end generation: `eos_id`, the ends in the model's files and in its template."""
-        ...
-
-    @property
-    def stop_origins(self) -> Mapping[int, str]:
-        """Where each of these ids comes from."""
-        ...
-
-    @property
-    def has_chat_template(self) -> bool:
-        """True if conversations can be rendered."""
-        ...
-
-    @property
-    def template_text(self) -> str:
-        """The chat template; empty without one."""
-        ...
-
-    @property
-    def added_tokens(self) -> Mapping[str, tuple[int, bool]]:
-        """Id of each added token, and whether it is a special one."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without added special tokens. ValueError for text it cannot represent."""
-        ...
-
-    def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
-        """Ids of the parts of a text before, between and after `places`.
-
-        Together they are the ids of the text. Where one token would hold both sides of a place, the
-        side before it is encoded as a text that ends there. So is the text before the first place.
-        """
-        ...
-
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of ids."""
-        ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as one text. ValueError if the template refuses it."""
-        ...
-
-    def turns(
-        self, tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None
-    ) -> Turns:
-        """How the chat template writes turns with these tools and variables of a row."""
-        ...
-
-    def save(self, directory: str | Path) -> None:
-        """Write files from which transformers' AutoTokenizer gives the same ids."""
-        ...
-
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of each id; none for special tokens. ValueError where they are not known."""
-        ...
-
-    def digest(self) -> str:
-        """Stands for what the tokenizer does: its ids, its texts and its chat template."""
-        ...
-
-
-def _within(tokenizer: "CharTokenizer | HFTokenizer", ids: list[int]) -> list[int]:
+def _within(tokenizer: "Tokenizer", ids: list[int]) -> list[int]:
     """The ids. ValueError for one that is outside of the model's vocabulary."""
     if tokenizer.limit is not None and ids and max(ids) >= tokenizer.limit:
         text = tokenizer.decode([max(ids)], skip_special=False)
@@ -205,21 +109,11 @@ class CharTokenizer:
         first, end = 2 if skip_special else 0, len(self._texts)
         return "".join(self._texts[i] for i in ids if first <= i < end)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
         """Refuses: characters have no roles."""
         raise self._no_template()
 
-    def turns(
-        self, tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None
-    ) -> Turns:
+    def turns(self, *_: Any, **__: Any) -> Turns:
         """Refuses: characters have no roles."""
         raise self._no_template()
 
@@ -381,7 +275,11 @@ class HFTokenizer:
             ) from error
 
     def encode_parts(self, text: str, places: Sequence[int]) -> list[list[int]]:
-        """Ids of the parts of a text, as `Tokenizer.encode_parts` describes."""
+        """Ids of the parts of a text before, between and after `places`.
+
+        Together they are the ids of the text. Where one token would hold both sides of a place, the
+        side before it is encoded as a text that ends there. So is the text before the first place.
+        """
         if not places:
             return [self.encode(text)]
         ids, offsets = self._encode_with_offsets(text)
@@ -585,6 +483,9 @@ def _ids(tokenizer: Any, text: str) -> list[int] | None:
     except Exception:  # tokenizers raises plain Exception
         return None
     return list(getattr(encoding, "ids", encoding))
+
+
+Tokenizer = CharTokenizer | HFTokenizer
 
 
 def _digest(tokenizer: Tokenizer, *parts: Any) -> str:

@@ -199,10 +199,8 @@ def optimal_token_baseline(
     Use it for responses of one turn: t is a position, and holes in the mask shift nothing.
     As verl's `optimal_token_baseline` (Li et al. 2025).
     """
-    weights = jnp.ones_like(mask)
-    return _token_baseline(
-        rewards, mask, group_ids, old_logprobs, sum_pi_squared, weights, handle_zero_tail
-    )
+    fields = rewards, mask, group_ids, old_logprobs, sum_pi_squared, jnp.ones_like(mask)
+    return corrected_optimal_token_baseline(*fields, handle_zero_tail=handle_zero_tail)
 
 
 def corrected_optimal_token_baseline(
@@ -216,25 +214,10 @@ def corrected_optimal_token_baseline(
     handle_zero_tail: bool = True,
 ) -> tuple[Tokens, Tokens]:
     """`optimal_token_baseline` with importance weights: each term of W_t is times their square."""
-    weights = importance_weights
-    return _token_baseline(
-        rewards, mask, group_ids, old_logprobs, sum_pi_squared, weights, handle_zero_tail
-    )
-
-
-def _token_baseline(
-    rewards: Array,
-    mask: Array,
-    group_ids: Array,
-    old_logprobs: Array,
-    sum_pi_squared: Array,
-    weights: Array,
-    handle_zero_tail: bool,
-) -> Estimate:
     keep = mask != 0
     returns = returns_to_go(rewards, mask)
     square = 1.0 - 2.0 * jnp.exp(jnp.where(keep, old_logprobs, 0.0)) + sum_pi_squared
-    square = jnp.where(keep, square * jnp.square(weights), 0.0)
+    square = jnp.where(keep, square * jnp.square(importance_weights), 0.0)
     gathered = jnp.where(keep, jnp.cumsum(square, axis=1), 0.0)
     same = _same_group(group_ids)
     total = _over_group(same, gathered)

@@ -9,7 +9,7 @@ http://joschu.net/blog/kl-approx.html
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,23 +165,6 @@ def batch_kl(kl: Tokens, mask: Tokens) -> Scalar:
     return safe_divide(jnp.sum(per_sequence), masked_count(jnp.max(mask, axis=1, initial=0.0)))
 
 
-class KLController(Protocol):
-    """Chooses the coefficient of the KL in the reward. The state is that coefficient, float32."""
-
-    def init(self) -> Scalar:
-        """The state before the first iteration."""
-        ...
-
-    def update(
-        self, state: Scalar, current_kl: Scalar, num_samples: int, learned: Scalar | float = 1.0
-    ) -> Scalar:
-        """The state for the next iteration, from the `batch_kl` of this iteration's samples.
-
-        `learned` is the share of the samples that are not masked.
-        """
-        ...
-
-
 @partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["coef"])
 @dataclass(frozen=True)
 class FixedKL:
@@ -235,6 +218,10 @@ class AdaptiveKL:
             )
         error = jnp.clip(current_kl / self.target - 1.0, -MAX_KL_ERROR, MAX_KL_ERROR)
         return state * (1.0 + error * (num_samples / self.horizon) * learned)
+
+
+# Chooses the coefficient of the KL in the reward. The state is that coefficient, float32.
+KLController = FixedKL | AdaptiveKL
 
 
 def make_kl_controller(name: str, *, coef: float, horizon: float, target: float) -> KLController:

@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, Group, RenderableType
@@ -76,7 +75,7 @@ class Console:
     step is one line without control codes. `every` and `samples_every` count steps; step 1 also
     shows samples, and with `samples_every` 0 none are shown.
 
-    Requires: the caller closes it, or uses `with`. A live view hides the cursor.
+    Requires: the caller closes it. A live view hides the cursor.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Console:
     ):
         STATUS.end()
         out: TextIO = sys.stdout if file is None else file
-        self._display: _Display = _LiveDisplay(out) if out.isatty() else _PlainDisplay(out)
+        self._display = _LiveDisplay(out) if out.isatty() else _PlainDisplay(out)
         self._every = max(every, 1)
         self._samples_every = samples_every
         self._clock = clock
@@ -134,17 +133,6 @@ class Console:
         """Keep the last view on the screen and release the terminal."""
         self._display.close()
 
-    def __enter__(self) -> "Console":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _time_left(self, step: int) -> float | None:
         """Seconds to the end of the phase, from a moving mean.
 
@@ -161,26 +149,6 @@ class Console:
         if self._num_timed < 2:
             return None
         return self._seconds_per_step * max(self._total_steps - step, 0)
-
-
-class _Display(Protocol):
-    """The output of the console."""
-
-    def begin(self, phase: str, total_steps: int, first_step: int) -> None: ...
-
-    def step(
-        self, phase: str, step: int, total: int, left: float | None, shown: dict[str, float]
-    ) -> None: ...
-
-    def status(self, text: str) -> None: ...
-
-    def stage(self, step: int, running: str, first: bool) -> None: ...
-
-    def samples(self, step: int, samples: Sequence[ShownSample]) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _PlainDisplay:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 import jax
 import numpy as np
@@ -166,12 +165,7 @@ class RunOutput(MetricsLog):
     def __enter__(self) -> "RunOutput":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def flush(self) -> None:

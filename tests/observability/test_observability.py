@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from importlib.util import find_spec
 
 import jax.numpy as jnp
@@ -455,7 +456,7 @@ def test_console_plain_lines():
 
 def test_console_shows_every_nth_step_and_the_last():
     out = io.StringIO()
-    with Console(file=out, every=2) as console:
+    with closing(Console(file=out, every=2)) as console:
         console.begin("PPO", 5, first_step=2)
         for step in (3, 4, 5):
             console.log(step, {})
@@ -469,7 +470,7 @@ def test_console_live_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     parent, child = pty.openpty()
     file = os.fdopen(child, "w")
-    with Console(file=file, samples_every=1) as console:
+    with closing(Console(file=file, samples_every=1)) as console:
         console.begin("warm-up", 3)
         console.log(3, {"sft/loss": 2.0})
         console.begin("PPO", 10)

@@ -2,6 +2,7 @@
 
 import io
 import time
+from contextlib import closing
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_the_first_process_alone_says_what_goes_on(monkeypatch, name):
 def test_a_long_stage_of_the_first_step_is_named_in_a_log(monkeypatch):
     monkeypatch.setattr(console, "PATIENCE_S", 0.02)
     out = io.StringIO()
-    with Console(file=out) as shown:
+    with closing(Console(file=out)) as shown:
         shown.begin("step", 2)
         shown.stage(1, ["reward"])
         shown.stage(1, ["gen"])  # at once, so the reward took no time

@@ -212,6 +212,25 @@ def images_of(tokenizer: Any) -> ImageInput | None:
     return getattr(tokenizer, "images", None)
 
 
+def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Messages whose contents are parts, with an image for each mark in their text.
+
+    Without any mark the images come before the first text of the user, as in TRL.
+    """
+    asked = [dict(message) for message in messages]
+    if images and not any(MARK in str(message.get("content", "")) for message in asked):
+        first = next((m for m in asked if m["role"] == "user"), asked[0])
+        first["content"] = MARK * images + str(first.get("content", ""))
+    for message in asked:
+        if isinstance(content := message.get("content"), str):
+            texts = content.split(MARK)
+            parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
+            for text in texts[1:]:
+                parts += [{"type": "image"}, {"type": "text", "text": text}]
+            message["content"] = [part for part in parts if part.get("text") != ""]
+    return asked
+
+
 def opened(image: Any) -> Any:
     """A PIL image in RGB.
 

@@ -323,20 +323,22 @@ def quantize_projections(spec: ModelSpec, params: Params) -> tuple[ModelSpec, Pa
 
 
 def scalar_params_from(lm_params: Params, spec: ModelSpec, key: jax.Array) -> Params:
-    """Parameters of a scalar model whose decoder is a copy of a language model's.
+    """Parameters of a scalar model: copies of a language model's, with a head of its own.
 
     Guarantees: the arrays are copies in the dtype of `spec`, so either model may be donated.
     """
     if spec.kind != "scalar":
         raise ValueError(f"the spec is a {spec.kind}: make it with model_spec(config, 'scalar')")
     dense = dense_spec(spec)
-    decoder = jax.tree.map(
-        lambda abstract, value: jnp.array(value, dtype=abstract.dtype, copy=True),
-        dense.params["decoder"],
-        dequantized(lm_params["decoder"], spec.dtype),
-    )
-    decoder = quantized_as(spec.params["decoder"], decoder)
-    return {"decoder": decoder} | draw_params(spec, {"score": spec.params["score"]}, key)
+    copies = {}
+    for name in dense.params.keys() - {"score"}:  # the decoder, and perhaps an image encoder
+        copy = jax.tree.map(
+            lambda abstract, value: jnp.array(value, dtype=abstract.dtype, copy=True),
+            dense.params[name],
+            dequantized(lm_params[name], spec.dtype),
+        )
+        copies[name] = quantized_as(spec.params[name], copy)
+    return copies | draw_params(spec, {"score": spec.params["score"]}, key)
 
 
 def draw_params(spec: ModelSpec, part: Params, key: jax.Array) -> Params:

@@ -291,7 +291,9 @@ class Decoder(Layer):
 
     def _rope(self, positions_BT: jax.Array) -> tuple[jax.Array, ...]:
         def tables(_: None, positions_C: jax.Array) -> tuple[jax.Array, ...]:
-            return rope_tables(self.config, positions_C)
+            if positions_BT.ndim == positions_C.ndim:
+                return rope_tables(self.config, positions_C)
+            return jax.tree.map(lambda x: x[0], rope_tables(self.config, positions_C[None]))
 
         strict = strict_in_scope()
         if strict is not None and not strict.kernels:

@@ -32,7 +32,12 @@ from jaxrl_llm.models import (
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.hf import Names
 from jaxrl_llm.models.hf import hf_names as common_names
-from jaxrl_llm.models.image_models import IMAGE_MODELS, image_model_of, language_config
+from jaxrl_llm.models.image_models import (
+    IMAGE_MODELS,
+    find_image_model,
+    image_model_of,
+    language_config,
+)
 
 
 class Family(Protocol):
@@ -131,8 +136,8 @@ def find_architecture(hf: Mapping[str, Any]) -> tuple[str, Kind]:
 
     Raises: ValueError for an architecture that is not supported.
     """
-    if image_model_of(hf) is not None:
-        return language_config(hf)["model_type"], "causal_lm"
+    if image_model := find_image_model(hf):
+        return language_config(hf)["model_type"], image_model[1]
     named = hf.get("architectures") or []
     for architecture in named:
         if architecture in ARCHITECTURES:
@@ -165,23 +170,24 @@ def _reason(hf: Mapping[str, Any]) -> str:
 
 
 def config_from_hf(hf: Mapping[str, Any], *, images: bool = False) -> ModelConfig:
-    """The ModelConfig of any supported config.json; with `images`, of the whole image model."""
+    """The ModelConfig of any supported config.json; with `images`, of a whole image model."""
     name, _ = find_architecture(hf)
-    text = language_config(hf) if image_model_of(hf) is not None else hf
-    config = FAMILIES[name].config_from_hf(text)
+    if image_model_of(hf) is None:
+        return FAMILIES[name].config_from_hf(hf)
+    config = FAMILIES[name].config_from_hf(language_config(hf))
     return replace(config, vision=image_files.vision_from_hf(hf)) if images else config
 
 
 def to_hf_config(config: ModelConfig, kind: Kind = "causal_lm") -> dict[str, Any]:
     """The keys of config.json that describe this model."""
     text = FAMILIES[config.family].to_hf_config(config, kind)
-    return text if config.vision is None else image_files.to_hf_config(text, config)
+    return text if config.vision is None else image_files.to_hf_config(text, config, kind)
 
 
 def hf_names(config: ModelConfig, kind: Kind) -> Names:
     """The Hugging Face tensor of each parameter path, such as ("decoder", "embed", "table")."""
     text = FAMILIES[config.family].hf_names(config, kind)
-    return text if config.vision is None else image_files.hf_names(text, config, kind)
+    return text if config.vision is None else image_files.hf_names(text, config)
 
 
 def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
@@ -202,11 +208,6 @@ def ignored_tensor(config: ModelConfig, kind: Kind, name: str) -> bool:
 
 def check_kind(config: ModelConfig, kind: Kind) -> None:
     """Raises: ValueError for a kind of model that transformers cannot read of this family."""
-    if kind == "scalar" and config.vision is not None:
-        raise ValueError(
-            "config.data.max_images: critics and reward models do not see images; take an "
-            "algorithm without a critic, such as grpo (docs/vision.md)"
-        )
     if kind not in FAMILIES[config.family].ARCHITECTURES:
         raise ValueError(
             f"{config.family} has no scalar model in transformers: give the critic or reward model "

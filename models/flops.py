@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_llm.models.config import Kind, ModelConfig
+from jaxrl_llm.models.config import Kind, ModelConfig, QwenVision
 from jaxrl_llm.models.shapes import active_parameters
 
 
@@ -23,6 +23,21 @@ def matmul_parameters(config: ModelConfig, kind: Kind = "causal_lm") -> int:
     tables = 1 if config.tie_word_embeddings else 2
     layers = active_parameters(config) - tables * table
     return layers + (table if kind == "causal_lm" else config.hidden_size)
+
+
+def image_flops(config: ModelConfig, patches: int) -> float:
+    """FLOPs of the encoder and the projector on an image of so many patches; 0 without them."""
+    if (vision := config.vision) is None:
+        return 0.0
+    W, cells = vision.hidden_size, vision.scale**2
+    gated = isinstance(vision, QwenVision) and vision.model_type == "qwen2_5_vl"
+    layer = 4 * W * W + (3 if gated else 2) * W * vision.intermediate_size
+    joined = cells * W
+    projector = joined * config.hidden_size
+    if isinstance(vision, QwenVision):
+        projector = (projector + joined**2) * (1 + len(vision.deep_layers))
+    matmuls = patches * vision.num_layers * layer + patches // cells * projector
+    return 2.0 * matmuls + 4.0 * vision.num_layers * W * patches**2
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: float = 2) -> float:

@@ -60,8 +60,6 @@ class _WithDecoder(Layer):
     ) -> tuple[jax.Array, tuple[Any, ...], Routed | None]:
         """Hidden states, the new cache, and routers' statistics; see `Decoder.__call__`."""
         features = None if media is None else features_of(self.vision, media)
-        if media is not None and media.rope_BT3 is not None:
-            positions_BT = media.rope_BT3
         hidden_BTD, cache, routed = self.decoder(
             tokens_BT,
             positions_BT,

@@ -13,7 +13,7 @@ from jaxrl_llm.models import hf as common
 from jaxrl_llm.models import qwen_vision_files as qwen
 from jaxrl_llm.models.config import Kind, ModelConfig, QwenVision, Vision
 from jaxrl_llm.models.hf import HFTensor, Names, Path
-from jaxrl_llm.models.image_models import IMAGE_MODELS, image_model_of, with_prefix
+from jaxrl_llm.models.image_models import architecture_of, image_model_of, with_prefix
 
 SIGLIP = ("idefics3", "smolvlm")
 READ_WHOLE = (*SIGLIP, *qwen.QWEN)
@@ -25,9 +25,8 @@ def vision_from_hf(hf: Mapping[str, Any]) -> Vision | QwenVision:
     """The image encoder of a config.json. Raises: ValueError where none is read."""
     name = image_model_of(hf)
     if name not in READ_WHOLE:
-        what = name or hf.get("model_type")
         raise ValueError(
-            f"config.data.max_images: a {what} model is not read with its image encoder; "
+            f"config.data.max_images: a {name} model is not read with its image encoder; "
             f"{', '.join(READ_WHOLE)} are (docs/vision.md); with 0 its language half is used"
         )
     if name in qwen.QWEN:
@@ -61,14 +60,14 @@ def _side(size: Any) -> int:
     return size if isinstance(size, int) else size[0]
 
 
-def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(text: Mapping[str, Any], config: ModelConfig, kind: Kind) -> dict[str, Any]:
     """The keys of config.json of the whole model; `text` has the language half's."""
     vision = config.vision
     if isinstance(vision, QwenVision):
-        return qwen.to_hf_config(text, config)
+        return qwen.to_hf_config(text, config, kind)
     assert vision is not None
     return {
-        "architectures": [IMAGE_MODELS[vision.model_type].architecture],
+        "architectures": [architecture_of(vision.model_type, kind)],
         "model_type": vision.model_type,
         "image_token_id": vision.image_token_id,
         "scale_factor": vision.scale,
@@ -89,12 +88,12 @@ def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
     }
 
 
-def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
+def hf_names(text: Names, config: ModelConfig) -> Names:
     """The tensor of each parameter of the whole model; `text` has the language half's."""
     vision, D = config.vision, config.hidden_size
     if isinstance(vision, QwenVision):
-        return qwen.hf_names(text, config, kind)
-    assert vision is not None and kind == "causal_lm"
+        return qwen.hf_names(text, config)
+    assert vision is not None
     W, F, N = vision.hidden_size, vision.intermediate_size, vision.num_heads
     _, cells, values = vision.image_shape
     L, p = vision.num_patches, vision.patch_size

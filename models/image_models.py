@@ -6,8 +6,9 @@ them. Imports no jax.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
+from jaxrl_llm.models.config import Kind
 from jaxrl_llm.models.hf import HFStack, HFTensor, Names
 
 TABLE, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -57,15 +58,34 @@ IMAGE_MODELS: dict[str, ImageModel] = {
     ),
     "smolvlm": ImageModel("SmolVLMForConditionalGeneration", {"llama": "llama"}),
 }
-_BY_ARCHITECTURE = {model.architecture: name for name, model in IMAGE_MODELS.items()}
+_ENDS = {"causal_lm": "ForConditionalGeneration", "scalar": "ForSequenceClassification"}
+
+
+def architecture_of(name: str, kind: Kind) -> str:
+    """The architecture of an image model in config.json.
+
+    transformers has the scalar one of Gemma 3 alone; the others are named as it would name them.
+    """
+    return IMAGE_MODELS[name].architecture.removesuffix(_ENDS["causal_lm"]) + _ENDS[kind]
+
+
+_BY_ARCHITECTURE: dict[str, tuple[str, Kind]] = {
+    architecture_of(name, kind): (name, kind) for name in IMAGE_MODELS for kind in get_args(Kind)
+}
+
+
+def find_image_model(hf: Mapping[str, Any]) -> tuple[str, Kind] | None:
+    """The key in `IMAGE_MODELS` of a config.json, and its kind; None for any other model."""
+    named = hf.get("architectures") or []
+    if named:
+        return next((_BY_ARCHITECTURE[name] for name in named if name in _BY_ARCHITECTURE), None)
+    return (hf["model_type"], "causal_lm") if hf.get("model_type") in IMAGE_MODELS else None
 
 
 def image_model_of(hf: Mapping[str, Any]) -> str | None:
     """The key in `IMAGE_MODELS` of a config.json; None for any other model."""
-    named = hf.get("architectures") or []
-    if named:
-        return next((_BY_ARCHITECTURE[name] for name in named if name in _BY_ARCHITECTURE), None)
-    return hf["model_type"] if hf.get("model_type") in IMAGE_MODELS else None
+    image_model = find_image_model(hf)
+    return image_model[0] if image_model else None
 
 
 def language_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,10 +162,10 @@ def with_prefix(names: Names, prefix: str, head: str = HEAD, before: str = _PREF
 
     def renamed(tensor: HFTensor) -> HFTensor:
         own = tensor.name
-        return replace(
-            tensor,
-            name=head if own == HEAD else prefix + own.removeprefix(before),
-        )
+        if own == HEAD:
+            return replace(tensor, name=head)
+        is_inside = own.startswith(before)  # the head of a scalar model is not
+        return replace(tensor, name=prefix + own.removeprefix(before)) if is_inside else tensor
 
     return {
         path: HFStack(tuple(renamed(part) for part in tensor.parts))

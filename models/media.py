@@ -5,6 +5,7 @@ n tokens of an image at most, c patches of a token, q values of a patch, T token
 features of a row, D hidden size of the decoder, V parts of a feature.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
-from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS
+from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS, QwenVision, Vision
+from jaxrl_llm.types import IMAGE_FIELDS
 
 
 class Images(NamedTuple):
@@ -37,6 +39,18 @@ class Media(NamedTuple):
     place_BT: jax.Array  # feature of each token, n for each image of the row; -1: text
     grids_BC2: jax.Array | None = None
     rope_BT3: jax.Array | None = None  # positions for rope on three axes; None: the usual ones
+
+    def ordered(self, ordered: Callable[..., jax.Array]) -> "Media":
+        """The media of rows with their tokens in another order; `ordered` gives it to an array."""
+        rope = self.rope_BT3
+        return self._replace(
+            place_BT=ordered(self.place_BT, fill=-1),
+            rope_BT3=None if rope is None else jax.vmap(ordered, -1, -1)(rope),
+        )
+
+    def positions(self, usual_BT: jax.Array) -> jax.Array:
+        """The positions for rope."""
+        return usual_BT if self.rope_BT3 is None else self.rope_BT3
 
 
 class Features(NamedTuple):
@@ -66,6 +80,19 @@ class Features(NamedTuple):
     def _at_tokens(self, part: int) -> jax.Array:
         at_BT1 = jnp.maximum(self.place_BT, 0)[..., None]
         return jnp.take_along_axis(self.vectors_VBMD[part], at_BT1, axis=1)
+
+
+def media_fields(vision: Vision | QwenVision | None) -> tuple[str, ...]:
+    """The fields of images that a model with this encoder reads."""
+    if vision is None:
+        return ()
+    return IMAGE_FIELDS if isinstance(vision, QwenVision) else IMAGE_FIELDS[:2]
+
+
+def images_in(fields: Mapping[str, jax.Array]) -> Images | None:
+    """The images of samples, from their fields; None without any."""
+    named = [fields[name] for name in IMAGE_FIELDS if name in fields]
+    return Images(*named) if named else None
 
 
 def media_of(

@@ -62,6 +62,11 @@ class Pipeline:
 
     def check(self, config: ModelConfig) -> None:
         """Raises: ValueError for layers that the stages cannot share evenly."""
+        if getattr(config.vision, "deep_layers", ()):
+            raise ValueError(
+                f"config.mesh.pipeline={self.stages}: the first layers of this image model also "
+                "add features of its images, and stages compute the same; take other axes"
+            )
         first, groups = config.num_leading_layers, self.stages * self.rounds
         layers = config.num_layers - first
         if config.splits_alike(groups):

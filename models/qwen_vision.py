@@ -9,6 +9,7 @@ size of the encoder, N heads, H head dim, F inner size of the MLP, D hidden size
 parts of a feature.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxrl_llm.models.config import ModelConfig, QwenVision
 from jaxrl_llm.models.layers import Layer, Projection, RMSNorm, apply_rope, parameter
 from jaxrl_llm.models.media import Features, Media
 from jaxrl_llm.models.rope import rope_powers
-from jaxrl_llm.models.vision import LayerNorm
+from jaxrl_llm.models.vision import LayerNorm, of_images
 
 FRAMES = 2  # frames of a video; both are the image
 PATCHES = 4096  # patches that are computed together, from one large image or several small ones
@@ -132,7 +133,7 @@ class QwenEncoder(Layer):
         def of_image(state: Any, pixels_ncq: jax.Array, grid_2: jax.Array) -> jax.Array:
             return nnx.merge(graphdef, state)._of_image(pixels_ncq, grid_2)
 
-        encode = jax.vmap(of_image, in_axes=(None, 0, 0))
+        encode = partial(of_images, jax.vmap(of_image, in_axes=(None, 0, 0)))
         if self.vision.train == "all":
             encode = jax.checkpoint(encode)
         M, c = media.place_BT.shape[1], media.pixels_NIncq.shape[3]

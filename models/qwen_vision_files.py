@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl_llm.models import hf as common
 from jaxrl_llm.models.config import Kind, ModelConfig, QwenVision
 from jaxrl_llm.models.hf import HFTensor, Names, Path
-from jaxrl_llm.models.image_models import IMAGE_MODELS, stored_names, with_prefix
+from jaxrl_llm.models.image_models import architecture_of, stored_names, with_prefix
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 _FRAMES = 2
@@ -70,7 +70,7 @@ def vision_from_hf(hf: Mapping[str, Any], name: str) -> QwenVision:
     return vision
 
 
-def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+def to_hf_config(text: Mapping[str, Any], config: ModelConfig, kind: Kind) -> dict[str, Any]:
     """The keys of config.json of the whole model; `text` has the language half's."""
     vision = config.vision
     assert isinstance(vision, QwenVision)
@@ -90,7 +90,7 @@ def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
             "deepstack_visual_indexes": list(vision.deep_layers),
         }
     return {
-        "architectures": [IMAGE_MODELS[name].architecture],
+        "architectures": [architecture_of(name, kind)],
         "model_type": name,
         "image_token_id": vision.image_token_id,
         **dict(zip(_OTHER_IDS, vision.other_token_ids, strict=True)),
@@ -116,10 +116,10 @@ def to_hf_config(text: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]
     }
 
 
-def hf_names(text: Names, config: ModelConfig, kind: Kind) -> Names:
+def hf_names(text: Names, config: ModelConfig) -> Names:
     """The tensor of each parameter of the whole model; `text` has the language half's."""
     vision, D = config.vision, config.hidden_size
-    assert isinstance(vision, QwenVision) and kind == "causal_lm"
+    assert isinstance(vision, QwenVision)
     W, F, N, p = vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.patch_size
     old, J, encoder = vision.model_type == "qwen2_5_vl", vision.scale**2 * W, _ENCODER
     values = _FRAMES * 3 * p * p

@@ -1,10 +1,12 @@
 """An image encoder of fixed-size images: a ViT over patches, and the projector to the decoder.
 
-Shape letters: B rows, C images of a row, n tokens of an image, c patches of a token, q values of a
-patch, L patches of an image, W hidden size of the encoder, N heads, H head dim, D hidden size of
-the decoder.
+Shape letters: B rows, C images of a row, X images, n tokens of an image, c patches of a token, q
+values of a patch, L patches of an image, W hidden size of the encoder, N heads, H head dim, D
+hidden size of the decoder.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
 from jaxrl_llm.models.config import ModelConfig, QwenVision, Vision
 from jaxrl_llm.models.layers import Layer, Projection, parameter
 from jaxrl_llm.models.media import Features, Media
@@ -86,22 +89,30 @@ class ImageEncoder(Layer):
     def __call__(self, media: Media) -> Features:
         """The features of all images of each row."""
         (B, C), (n, c, q) = media.image_BC2.shape[:2], media.pixels_NIncq.shape[2:]
-        table_LW = self._in_token_order(self.positions[...])
         sample_BC, image_BC = media.image_BC2[..., 0], media.image_BC2[..., 1]
         pixels_BCncq = media.pixels_NIncq[sample_BC, image_BC]
         pixels_BCncq = jnp.where((image_BC >= 0)[..., None, None, None], pixels_BCncq, 0)
-        pixels_XLq = pixels_BCncq.reshape(B * C, n * c, q).astype(jnp.float32)
-        pixels_XLq = pixels_XLq / 127.5 - 1.0  # mean and standard deviation are 0.5
+        graphdef, state = nnx.split(self)
+        vectors_XnD = of_images(
+            lambda state, pixels_XLq: nnx.merge(graphdef, state)._of_images(pixels_XLq, n),
+            state,
+            pixels_BCncq.reshape(B * C, n * c, q),
+        )
+        return Features(vectors_XnD.reshape(1, B, C * n, -1), media.place_BT)
+
+    def _of_images(self, pixels_XLq: jax.Array, n: int) -> jax.Array:
+        """The features of images, [X, n, D]."""
+        table_LW = self._in_token_order(self.positions[...])
+        # Mean and standard deviation are 0.5.
+        pixels_XLq = pixels_XLq.astype(jnp.float32) / 127.5 - 1.0
         x_XLW = self.patch(pixels_XLq.astype(table_LW.dtype)) + table_LW
         for i in range(len(self.layers)):
             x_XLW = self.layers[str(i)](x_XLW)
         x_XLW = self.norm(x_XLW)
         if self.vision.train == "projector":
             x_XLW = jax.lax.stop_gradient(x_XLW)
-        vectors = self.projector(x_XLW.reshape(B, C * n, -1))
-        if self.vision.train == "none":
-            vectors = jax.lax.stop_gradient(vectors)
-        return Features(vectors[None], media.place_BT)
+        vectors_XnD = self.projector(x_XLW.reshape(len(x_XLW), n, -1))
+        return jax.lax.stop_gradient(vectors_XnD) if self.vision.train == "none" else vectors_XnD
 
     def _in_token_order(self, table_LW: jax.Array) -> jax.Array:
         """A table of patches, row by row of the image, with the patches of a token together."""
@@ -109,6 +120,15 @@ class ImageEncoder(Layer):
         side = self.vision.image_size // self.vision.patch_size // s
         squares = table_LW.reshape(side, s, side, s, -1)
         return squares.swapaxes(1, 2).reshape(table_LW.shape)
+
+
+def of_images(run: Callable[..., jax.Array], state: Any, *images: jax.Array) -> jax.Array:
+    """`run(state, *images)`; strictly one image after the other, whose bits then do not depend on
+    how many there are."""
+    strict = strict_in_scope()
+    if strict is None:
+        return run(state, *images)
+    return by_rows(replace(strict, rows=1), run, state, *images, lead=1)
 
 
 def frozen_parameters(vision: Vision | QwenVision | None, params: Any) -> Any:

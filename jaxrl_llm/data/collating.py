@@ -165,7 +165,7 @@ def mismatch(prompt: TokenExample, answer: TokenExample, length: int) -> TokenEx
     start = answer.loss_mask.index(1)
     ids = (*asked, *answer.token_ids[start:])[:length]
     mask = (*[0] * len(asked), *answer.loss_mask[start:])[:length]
-    return TokenExample(token_ids=ids, loss_mask=mask)
+    return TokenExample(token_ids=ids, loss_mask=mask, images=prompt.images)
 
 
 def prompt_batch(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.data.sources import parse_json
-from jaxrl_llm.images import MARK, Grid, ImageInput, images_of
+from jaxrl_llm.images import MARK, Grid, ImageInput, images_of, with_image_parts
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.turns import Piece, Turns
 from jaxrl_llm.types import Prompt
@@ -198,6 +198,8 @@ def examples_of(
         grids = seen.grids(images)
         for pieces in rows:
             seen.check([i for piece in pieces for i in piece.ids], grids)
+            if any(piece.learned and seen.token_id in piece.ids for piece in pieces):
+                raise ValueError("an answer has an image, and models are trained to write text")
         rows = [_with_images(pieces, seen, iter(grids)) for pieces in rows]
     source = _data_source(row, data_source)
     return [replace(_example(pieces, source, index), images=images) for pieces in rows]
@@ -436,25 +438,6 @@ def parts_of(row: Mapping[str, Any], column: str) -> Iterator[tuple[str, dict[st
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type") in PARTS:
                 yield f"{column}[{i}].content[{j}]", part
-
-
-def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Messages whose contents are parts, with an image for each mark in their text.
-
-    Without any mark the images come before the first text of the user, as in TRL.
-    """
-    asked = [dict(message) for message in messages]
-    if images and not any(MARK in str(message.get("content", "")) for message in asked):
-        first = next((m for m in asked if m["role"] == "user"), asked[0])
-        first["content"] = MARK * images + str(first.get("content", ""))
-    for message in asked:
-        if isinstance(content := message.get("content"), str):
-            texts = content.split(MARK)
-            parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
-            for text in texts[1:]:
-                parts += [{"type": "image"}, {"type": "text", "text": text}]
-            message["content"] = [part for part in parts if part.get("text") != ""]
-    return asked
 
 
 def _text(value: Any, column: str, *, may_be_empty: bool = False) -> str:

@@ -168,6 +168,7 @@ def _rollout(work: Work, devices: Devices, own: Devices) -> tuple[float, float]:
     size = moved = stored_parameters(model) * BYTES[dtype] / own.tensor("generate")
     if model.adapters:  # the base, and a merged copy
         size, moved = 2 * size, float(model.adapters * BYTES["float32"])
+    size, moved = size + model.encoder * BYTES[dtype], moved + model.encoder_learns * BYTES[dtype]
     same_host = devices.count + own.count <= devices.per_host
     return size, moved / (own.rates.link if same_host else own.rates.network)
 

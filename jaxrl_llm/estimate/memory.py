@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from jaxrl_llm.distributed.hardware import FILLED
 from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.images import encoder_bytes, kept_encoder, pixel_bytes
 from jaxrl_llm.estimate.packing import (
     Rows,
     gathered_weights,
@@ -55,7 +56,7 @@ def kept(model: Model, devices: Devices) -> float:
     if model.float8 and not model.adapters:
         saved = layer_weights(model.config) * (size - 1) - layer_outputs(model.config) * SCALE
         kept -= model.config.num_layers * saved
-    return kept / devices.shards
+    return kept / devices.shards + kept_encoder(model)
 
 
 def temporary(job: Job, work: Work, devices: Devices, in_place: bool = False) -> float:
@@ -66,15 +67,16 @@ def temporary(job: Job, work: Work, devices: Devices, in_place: bool = False) ->
     model = work.models[job.role]
     samples = work.samples.share(devices.replicas(job.does))
     if job.does == "generate":
-        return _generation(work, devices, in_place)
-    ids = _kept_ids(work, samples)
+        return _generation(work, devices, in_place) + pixel_bytes(work, samples)
+    ids = _kept_ids(work, samples) + pixel_bytes(work, samples)
     part = samples.mini_batch(job.mini_batches)
     rows = rows_of(model, part, share_prompts=work.share_prompts)
+    images = encoder_bytes(model, work.config, rows, update=job.does == "update")
     if job.does == "pass":
-        return ids + _forward(model, rows, devices)
+        return ids + images + _forward(model, rows, devices)
     if job.mini_batches > 1:
-        ids += _kept_ids(work, part)
-    return ids + _update(model, rows, devices)
+        ids += _kept_ids(work, part) + pixel_bytes(work, part)
+    return ids + images + _update(model, rows, devices)
 
 
 def _kept_ids(work: Work, samples: Samples) -> float:
@@ -159,7 +161,8 @@ def _weights(work: Work, devices: Devices) -> float:
     weights = sampled_bytes(model, dtype) if copies else 0.0
     if rollout.quantization == "float8":
         weights += float8_bytes(model.config)
-    return weights / tensor
+    encoder = model.encoder * BYTES[dtype] if copies else 0.0
+    return weights / tensor + encoder
 
 
 def float8_bytes(config: ModelConfig) -> float:

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 
 from jaxrl_llm.estimate.devices import Devices
+from jaxrl_llm.estimate.images import encoder_flops
 from jaxrl_llm.estimate.memory import slots_of
 from jaxrl_llm.estimate.packing import (
     Rows,
@@ -108,6 +109,16 @@ def _trained(job: Job, work: Work, devices: Devices) -> StageTime:
         compute *= 1 + PIPELINE_LOOP / model.config.hidden_size
     elif model.settings.scan_layers:
         compute *= SCAN
+    images = encoder_flops(
+        model,
+        work.config,
+        samples,
+        rows,
+        update=update,
+        shared=work.share_prompts and _packed(model),
+    )
+    compute += _encoder_seconds(model, images, devices)
+    flops += images
     if update:
         compute += _optimizer_seconds(model, devices)
     repeats = job.epochs * job.mini_batches
@@ -163,6 +174,14 @@ def _computing(
     return seconds / split, (matmuls + attending) / split
 
 
+def _encoder_seconds(model: Model, flops: float, devices: Devices) -> float:
+    """Seconds of FLOPs of the image encoder, which no devices share."""
+    if (vision := model.config.vision) is None:
+        return 0.0
+    rate = devices.rates.matmul * vision.hidden_size / (vision.hidden_size + NARROW)
+    return flops / rate * model.itemsize / 2
+
+
 def _rule_heads(config: ModelConfig) -> int:
     """Value heads of all layers of a gated delta rule."""
     rules = config.num_layers - config.num_attention_layers
@@ -188,7 +207,7 @@ def _optimizer_seconds(model: Model, devices: Devices) -> float:
     """One optimizer step: everything is read and written once."""
     optimizer = model.optimizer
     moments = 2 * optimizer.num_moments * BYTES[optimizer.moment_dtype]
-    parameters = learned_parameters(model) / devices.shards
+    parameters = learned_parameters(model) / devices.shards + model.encoder_learns
     on_device = parameters * (2 * OPTIMIZER_BYTES + moments) / devices.rates.memory
     return on_device + (parameters * moments / devices.rates.host if optimizer.offload else 0.0)
 
@@ -212,6 +231,8 @@ def _generation(job: Job, work: Work, devices: Devices, in_place: bool) -> Stage
     prompt_flops = _prefill_flops(model, samples) / tensor
     prefill = prompt_flops / (devices.rates.matmul * PREFILL_SHARE)
     prefill += RULE_FORWARD * _rule_heads(model.config) * float(samples.prompts.sum()) / tensor
+    images = encoder_flops(model, work.config, samples, None, update=False, shared=True)
+    prefill += _encoder_seconds(model, images, devices)
     switch = Traffic() if in_place else switch_traffic(model, work, devices)
     steps = decoding_traffic(model, live, devices)
     exchange = switch.seconds(devices) + steps.seconds(devices)
@@ -222,7 +243,7 @@ def _generation(job: Job, work: Work, devices: Devices, in_place: bool) -> Stage
         exchange=exchange,
         bubble=0.0,
         traffic=switch.plus(steps),
-        flops=flops + prompt_flops,
+        flops=flops + prompt_flops + images,
     )
 
 

@@ -23,6 +23,7 @@ from jaxrl_llm.generation.settings import GenerationSettings
 from jaxrl_llm.learner.rows import KEPT
 from jaxrl_llm.models.config import Kind, ModelConfig
 from jaxrl_llm.models.layers import FROZEN
+from jaxrl_llm.models.vision import frozen_parameters
 from jaxrl_llm.plan.dataflow import OFFLINE
 from jaxrl_llm.plan.generating import Generate
 from jaxrl_llm.plan.models import base_settings, find_tokenizer
@@ -52,6 +53,8 @@ class Model:
     merges: bool = False  # passes and updates compute with a merged copy of its weights
     generates_merged: bool = False  # and the sampler does
     float8: bool = False  # the projections, or those below its adapters, are frozen in float8
+    encoder: int = 0  # parameters of its image encoder
+    encoder_learns: int = 0  # parameters of the encoder that an update changes
 
     @property
     def itemsize(self) -> int:
@@ -212,7 +215,14 @@ def _model(
 ) -> Model:
     """A role of the plan."""
     spec, lora = role.spec, role.spec.lora
-    learned = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec.learned))
+    learned = _size(spec.learned)
+    encoder = spec.params.get("vision", {})
+    frozen = frozen_parameters(spec.config.vision, {"vision": encoder})
+    learns = (
+        encoder
+        if frozen is None
+        else jax.tree.map(lambda x, fixed: None if fixed else x, encoder, frozen["vision"])
+    )
     return Model(
         role=name,
         config=spec.config,
@@ -225,7 +235,13 @@ def _model(
         merges=lora is not None and lora.merges_updates,
         generates_merged=lora is not None and lora.merge,
         float8=spec.form == FROZEN,
+        encoder=_size(encoder),
+        encoder_learns=0 if role.optimizer is None or lora is not None else _size(learns),
     )
+
+
+def _size(params: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _planned_on_one(config: Config) -> Plan:

@@ -274,9 +274,11 @@ def _model_config(checkpoint: Path, role: str, config: Config | None) -> ModelCo
     if config and own is not None and (own.path or own.hf_config):
         # A config without vocab_size took the tokenizer's.
         tokenizer = load_tokenizer(checkpoint.parent / layout.HUGGINGFACE)
-        return find_model(own, tokenizer, context=config.data.max_row_length).config
-    images = config is not None and config.data.max_images > 0
-    model = load_model_config(checkpoint.parent / layout.HUGGINGFACE, images=images)
+        length, images = config.data.max_row_length, config.data.max_images
+        model = find_model(own, tokenizer, context=length, images=images).config
+    else:
+        images = config is not None and config.data.max_images > 0
+        model = load_model_config(checkpoint.parent / layout.HUGGINGFACE, images=images)
     if config is None or model.vision is None:
         return model
     return replace(model, vision=replace(model.vision, train=config.actor.vision.train))

@@ -77,7 +77,7 @@ def prefill(
         media = media_of(queue.images, queue.first_G[groups_AL], *at, real_AL)
     _, cache, routed = bind(spec, params).routed(
         jnp.where(real_AL, tokens_AL, 0),
-        rows.position_AL,
+        rows.position_AL if media is None else media.positions(rows.position_AL),
         attend=attend,
         cache=state.cache,
         residual_dtype=RESIDUAL_DTYPE,

@@ -160,6 +160,8 @@ def routed_states(
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     positions = positions if rows is None else rows.positions
+    media = None if rows is None else rows.media
+    positions = positions if media is None else media.positions(positions)
     ranges = None if rows is None else rows.ranges
     bounds = (ranges, None if delta is None else _runs(tokens, rows, layout))
     routing = None
@@ -189,7 +191,7 @@ def routed_states(
             residual_dtype=settings.residual_dtype,
             run_layers=run_layers,
             routing=routing,
-            media=None if rows is None else rows.media,
+            media=media,
         )
     return hidden, routed
 

@@ -37,6 +37,7 @@ from jaxrl_llm.learner.router_losses import ROUTER_METRICS, RouterLoss
 from jaxrl_llm.learner.rows import KEPT, SAMPLE_ROWS, Fields, rows_of
 from jaxrl_llm.learner.train_state import Metrics, Params
 from jaxrl_llm.models.base import ModelSpec
+from jaxrl_llm.models.media import media_fields
 
 # Metrics of an optimizer step itself; its loss has metrics of its own.
 BUBBLE = "pipeline_bubble"  # share of the ticks in which a stage of the pipeline idles
@@ -82,7 +83,7 @@ class PolicyLoss:
         algorithm = self.algorithm
         reads = _reads(algorithm.policy_loss, algorithm.kl_loss)
         reads = (*reads, *_mask_fields(algorithm, self.masks), *_group_fields(algorithm))
-        reads = (*dict.fromkeys(reads), *self.replays)
+        reads = (*dict.fromkeys(reads), *self.replays, *media_fields(self.spec.config.vision))
         if self.own_logprobs:
             reads = tuple(dict.fromkeys((*reads, "rollout_logprobs")))
             reads = tuple(name for name in reads if name != "old_logprobs")
@@ -174,7 +175,7 @@ class ValueLoss:
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
         fields = (*_mask_fields(self.algorithm, self.masks), *_group_fields(self.algorithm))
-        fields = (*fields, *self.replays)
+        fields = (*fields, *self.replays, *media_fields(self.spec.config.vision))
         return tuple(dict.fromkeys((*_reads(self.algorithm.value_loss), *fields)))
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
@@ -223,8 +224,9 @@ class OwnLoss:
     def reads(self) -> tuple[str, ...]:
         """The fields of the batch that the loss needs."""
         own = [name for name in field_names(self.function) if name not in OWN_OUTPUTS]
-        masks = ("sample_mask",) if self.masks else ()
-        return tuple(dict.fromkeys((*SAMPLE_ROWS, "mask", *own, *masks, *self.replays)))
+        own += ["sample_mask"] if self.masks else []
+        media = media_fields(self.spec.config.vision)
+        return tuple(dict.fromkeys((*SAMPLE_ROWS, "mask", *own, *self.replays, *media)))
 
     def inputs(self, mini_batch: Fields, first: bool | Array) -> Fields:
         """The mini-batch with its counts; see `with_counts`."""

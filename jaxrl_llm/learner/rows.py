@@ -25,8 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.distributed.communication import MICRO_BATCHES
 from jaxrl_llm.kernels.flash_attention import Visibility, token_order
-from jaxrl_llm.models.media import Images, Media, media_of
-from jaxrl_llm.types import IMAGE_FIELDS
+from jaxrl_llm.models.media import Media, images_in, media_of
 
 Fields = dict[str, Any]  # a batch by the names of its fields
 ROWS = "rows"  # the field under which packed rows travel
@@ -141,6 +140,7 @@ class Rows:
             positions=ordered(self.positions),
             real=None if self.real is None else ordered(self.real),
             routes=None if self.routes is None else _each(ordered, self.routes),
+            media=None if self.media is None else self.media.ordered(ordered),
             predictors=dealt(inverse[self.predictors]),
             targets=dealt(self.targets),
             num_targets=num,
@@ -200,8 +200,8 @@ class Rows:
 
         A row has each image once, and room for as many images as fit into its tokens.
         """
-        named = [fields[name] for name in IMAGE_FIELDS if name in fields]
-        if not named:
+        images = images_in(fields)
+        if images is None:
             return self
         assert self.place is not None
         real = jnp.ones_like(self.tokens, bool) if self.real is None else self.real
@@ -210,9 +210,9 @@ class Rows:
         else:  # counted over all replicas
             replica = jnp.arange(len(self.tokens)) // self.rows_of_replica
             num_replicas = len(self.tokens) // self.rows_of_replica
-            source = self.source + replica[:, None] * (len(named[0]) // num_replicas)
+            source = self.source + replica[:, None] * (len(images.pixels_NIncq) // num_replicas)
         tokens = (source, self.place, self.positions, real)
-        return replace(self, media=media_of(Images(*named), *tokens))
+        return replace(self, media=media_of(images, *tokens))
 
     def _ordered_ranges(
         self, ordered: Callable[..., Array], order: np.ndarray | None

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxrl_llm.numerics import masked_mean, masked_var, safe_divide
 
@@ -36,11 +36,13 @@ def batch_metrics(
     values: Float[Array, "B R"] | None = None,
     group_ids: Int[Array, " B"] | None = None,
     sample_mask: Float[Array, " B"] | None = None,
+    images: UInt8[Array, "B I N C Q"] | None = None,
+    image_places: Int[Array, "B P"] | None = None,
     max_response_length: int,
     max_prompt_length: int | None = None,
     **_: Array,
 ) -> Metrics:
-    """critic/*, response_length/* and prompt_length/* of a batch, as float32 scalars.
+    """critic/*, images/*, response_length/* and prompt_length/* of a batch, as float32 scalars.
 
     Statistics of scores and rewards are over samples (rewards are summed over a sample's tokens),
     the others are over tokens. A sample outside of `sample_mask` counts in lengths alone. Fields
@@ -64,7 +66,28 @@ def batch_metrics(
         metrics["frac_reward_zero_std"] = frac_zero_std(scores, group_ids, learned)
     metrics |= length_statistics("response_length", response_lengths, valid, max_response_length)
     metrics |= length_statistics("prompt_length", prompt_lengths, valid, max_prompt_length)
+    if images is not None and image_places is not None:
+        metrics |= image_metrics(images, image_places, prompt_lengths)
     return metrics
+
+
+def image_metrics(
+    images: UInt8[Array, "B I N C Q"],
+    image_places: Int[Array, "B P"],
+    prompt_lengths: Int[Array, " B"],
+) -> Metrics:
+    """images/*: numbers of images and of their tokens, and the room that their pixels take."""
+    _, most, room, *_ = images.shape
+    tokens = jnp.sum(image_places >= 0, dtype=jnp.float32)
+    firsts = (image_places >= 0) & (image_places % room == 0)
+    number = jnp.sum(firsts, dtype=jnp.float32)
+    return {
+        "images/per_row": number / jnp.maximum(jnp.sum(prompt_lengths > 0), 1),
+        "images/tokens": tokens / jnp.maximum(number, 1),
+        "images/token_share": tokens / jnp.maximum(prompt_lengths.astype(jnp.float32).sum(), 1),
+        "images/room_use": tokens / (len(images) * most * room),
+        "images/pixels_gb": jnp.float32(images.size / 1e9),
+    }
 
 
 def statistics(name: str, x: Array, mask: Array) -> Metrics:

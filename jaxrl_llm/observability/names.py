@@ -10,6 +10,7 @@ RESERVED = (
     "distillation/",
     "env/",
     "env_s/",
+    "images/",
     "logps/",
     "num_turns/",
     "observation_length/",

@@ -23,11 +23,10 @@ from jaxrl_llm.generation.sizes import tails_of
 from jaxrl_llm.learner.rows import KEPT, ROUTES
 from jaxrl_llm.learner.train_state import params_of
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.media import Images
+from jaxrl_llm.models.media import Images, images_in
 from jaxrl_llm.plan.roles import Role, sampling_model
 from jaxrl_llm.plan.stages import ModelStage
 from jaxrl_llm.program.stage import StageOutput
-from jaxrl_llm.types import IMAGE_FIELDS
 
 SAMPLED = ("responses", "response_lengths", "mask", "rollout_logprobs")
 
@@ -112,15 +111,10 @@ class Generate(ModelStage):
 
     how: Generation
     compiler_options: Mapping[str, int] | tuple[()]
-    media: tuple[str, ...] = ()  # the fields of images, where there are some
 
     generates = True
     numbers = ("how",)
     name = "gen"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *self.media)
 
     @property
     def writes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -189,11 +183,6 @@ class Generate(ModelStage):
         return StageOutput({name: writes[name] for name in names}, loop_counts(out))
 
 
-def images_in(media: Mapping[str, jax.Array]) -> Images | None:
-    """The images of a batch, from its fields of them."""
-    return Images(*(media[n] for n in IMAGE_FIELDS if n in media)) if media else None
-
-
 def loop_counts(out: GenerationOutput) -> dict[str, Any]:
     """Metrics of the engine's loops."""
     slot_steps = out.slot_steps.sum()
@@ -219,16 +208,10 @@ class GenerateGreedily(ModelStage):
     how: Generation
     group: int
     compiler_options: Mapping[str, int] | tuple[()]
-    media: tuple[str, ...] = ()
 
     generates = True
     numbers = ("how",)
     name = "gen_max"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *self.media)
-
     writes = ("greedy_responses", "greedy_lengths", "greedy_logprobs")
 
     def __call__(

@@ -43,8 +43,8 @@ from jaxrl_llm.models.config_json import check_hf_config
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config, use_family
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.lora_targets import chosen_modules
+from jaxrl_llm.models.media import media_fields
 from jaxrl_llm.tokenizer import Tokenizer, load_tokenizer
-from jaxrl_llm.types import IMAGE_FIELDS
 
 _log = logging.getLogger(__name__)
 
@@ -322,13 +322,6 @@ def image_input(vision: Vision | QwenVision | None, data: DataConfig) -> ImageIn
     fewest = {"qwen3_vl": 64}.get(vision.model_type, FEWEST_IMAGE_TOKENS)
     most = data.max_image_tokens
     return replace(seen, max_tokens=most, min_tokens=min(fewest, most))
-
-
-def media_fields(vision: Vision | QwenVision | None) -> tuple[str, ...]:
-    """The fields of images that a model with this encoder reads."""
-    if vision is None:
-        return ()
-    return IMAGE_FIELDS if isinstance(vision, QwenVision) else IMAGE_FIELDS[:2]
 
 
 def image_fields(

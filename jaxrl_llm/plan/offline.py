@@ -111,7 +111,7 @@ def plan_offline(
         )
     own_meshes = {REFERENCE: apart} if apart else {}
     roles = {role.name: role for role in (learner, base, reference) if role is not None}
-    check_roles(config, {learner.name: learner})
+    check_roles(config, roles)
     micro_batches, tables = _micro_batches(config, learner), None
     before: list[Stage] = []
     held_out: list[Stage] = []

@@ -20,12 +20,12 @@ from jaxrl_llm.learner.losses import OwnLoss, PolicyLoss, ValueLoss
 from jaxrl_llm.learner.ratios import log_ratios
 from jaxrl_llm.learner.rows import KEPT, ROUTES, ROW_STARTS
 from jaxrl_llm.learner.train_step import Measure
+from jaxrl_llm.models.media import media_fields
 from jaxrl_llm.plan import stages
 from jaxrl_llm.plan.conversing import Conversations, Converse, check_turns
 from jaxrl_llm.plan.dataflow import ROLLOUT, TURNS, plan
 from jaxrl_llm.plan.generating import Generate, GenerateGreedily, Generation, replica_of
 from jaxrl_llm.plan.in_graph import BeginTurns, GenerateTurns, TokenTurns, TurnScores
-from jaxrl_llm.plan.models import media_fields
 from jaxrl_llm.plan.parts import GenerateInParts
 from jaxrl_llm.plan.roles import (
     TEACHER,
@@ -148,7 +148,7 @@ class OnlineStages:
             stages.FrozenLogprobs(
                 name="ref",
                 writes=("reference_logprobs",),
-                replays=(*self._media, *self._kept, *self._rows),
+                replays=(*self._kept, *self._rows),
                 **passes("reference"),
             ),
             stages.Values(
@@ -271,13 +271,12 @@ class OnlineStages:
         greedy = fitted(greedy, replace(replica, live=prompts), memory)
         greedy = replace(greedy, num_slots=greedy.num_slots or prompts)
         return [
-            Generate(model=sampler, how=how, compiler_options=options, media=self._media),
+            Generate(model=sampler, how=how, compiler_options=options),
             GenerateGreedily(
                 model=sampler,
                 how=replace(how, settings=greedy),
                 compiler_options=options,
                 group=n,
-                media=self._media,
             ),
         ]
 
@@ -310,18 +309,13 @@ class OnlineStages:
     def _replays(self) -> tuple[str, ...]:
         """The fields of a rollout that the actor's passes repeat."""
         routes = (ROUTES,) if replays_routes(self.config, self.roles["actor"]) else ()
-        return (*routes, *self._media, *self._kept, *self._rows)
+        return (*routes, *self._kept, *self._rows)
 
     @property
     def _rows(self) -> tuple[str, ...]:
         """The field of the rows of trajectories, where they may have several."""
         several = has_turns(self.config) and self.token_turns is None
         return (ROW_STARTS,) if several and self.config.rollout.max_rows > 1 else ()
-
-    @property
-    def _media(self) -> tuple[str, ...]:
-        """The fields of images, where the actor has an image encoder."""
-        return media_fields(self.roles["actor"].spec.config.vision)
 
     def _turn_scores(self) -> Stage:
         config, writes = self.config, ("scores",)
@@ -381,6 +375,7 @@ class OnlineStages:
             functions=(algorithm.advantage,),
             masks=self.masks,
             max_response_length=self.config.data.max_response_length,
+            media=media_fields(self.roles["actor"].spec.config.vision)[:2],
         )
         return [*([] if self.sample_mask is None else [self.sample_mask]), rewards, advantages]
 

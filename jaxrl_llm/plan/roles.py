@@ -73,7 +73,7 @@ STRICT_ROWS, STRICT_ROWS_GPU = 16, 256  # tokens that strict layers compute at a
 # With Gemma's, log-probs differ in the last bits on a CPU. The others are not written strictly.
 UNLIKE_ON_CPU = (
     "unit_offset", "activation", "attention_sinks", "expert_bias", "swiglu_limit", "latent",
-    "attention_gate", "delta", "vision",
+    "attention_gate", "delta",
 )  # fmt: skip
 
 
@@ -462,7 +462,8 @@ def roles_of(
     for name, (kind, settings) in models.items():
         source = actor
         if name != "actor" and (settings.path or settings.hf_config):
-            source = sources[name] = find_model(settings, tokenizer, context=context)
+            source = find_model(settings, tokenizer, context=context, images=images)
+            source = sources[name] = _learning_as_the_actor(source, config)
         elif name == TEACHER:
             sources[name] = actor
         _check_vocabulary(name, source, actor, tokenizer)
@@ -533,6 +534,14 @@ def _check_vocabulary(
             f"config.{name} has a vocabulary of {source.config.vocab_size} tokens and the actor "
             f"one of {actor.config.vocab_size}: take a {name} with the actor's tokenizer"
         )
+
+
+def _learning_as_the_actor(source: ModelSource, config: Config) -> ModelSource:
+    """The source of a model whose image encoder learns as the actor's."""
+    if source.config.vision is None:
+        return source
+    vision = replace(source.config.vision, train=config.actor.vision.train)
+    return replace(source, config=replace(source.config, vision=vision))
 
 
 def reference_source(config: Config, actor: ModelSource, tokenizer: Tokenizer) -> ModelSource:

@@ -198,8 +198,9 @@ class ModelScoresOfGreedy(ModelStage):
         prompt_lengths: jax.Array,
         greedy_responses: jax.Array,
         greedy_lengths: jax.Array,
+        **media: jax.Array,
     ) -> StageOutput:
-        samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_lengths)
+        samples = sample_fields(prompts, prompt_lengths, greedy_responses, greedy_lengths) | media
         scores, parts = _model_scores(self.model, state, self.micro_batches, samples)
         scores = scores[:: self.group]
         (field,) = self.writes

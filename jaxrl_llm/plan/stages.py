@@ -47,6 +47,7 @@ from jaxrl_llm.learner.train_step import (
     mini_batches,
     train_step,
 )
+from jaxrl_llm.models.media import media_fields
 from jaxrl_llm.numerics import masked_mean
 from jaxrl_llm.observability.metrics import batch_metrics
 from jaxrl_llm.plan.roles import Role, UpdateSizes, pass_model
@@ -66,7 +67,8 @@ class ModelStage(Stage):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*super().reads, *self.replays)
+        media = media_fields(self.model.spec.config.vision)
+        return (*super().reads, *self.replays, *media)
 
     @property
     def role(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -392,10 +394,15 @@ class Advantages(OfLearnedSamples):
 
     functions: Sequence[Callable[..., Any]]  # the algorithm's advantage
     max_response_length: int
+    media: tuple[str, ...] = ()  # fields of images, for metrics
 
     name = "adv"
     writes = ("advantages", "returns")
     numbers = ("functions",)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, *self.media)
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_images import MODELS
 from tiny_models import CONFIGS, random_tensors, tiny_config, write_directory
 
 from jaxrl_llm.checkpoint import huggingface
@@ -24,8 +25,8 @@ from jaxrl_llm.checkpoint.huggingface import (
 )
 from jaxrl_llm.distributed.mesh import make_mesh
 from jaxrl_llm.distributed.sharding import TRAIN_RULES, shardings
-from jaxrl_llm.models.base import model_spec
-from jaxrl_llm.models.families import to_hf_config
+from jaxrl_llm.models.base import init_params, model_spec
+from jaxrl_llm.models.families import config_from_hf, to_hf_config
 from jaxrl_llm.plan.models import image_model_of_checkpoint, source_at, write_huggingface_files
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -321,6 +322,28 @@ def test_scalar_model_round_trip(tmp_path, case):
     assert len(hf["id2label"]) == 1
     with pytest.raises(ValueError, match="sequence-classification model.*no language-model head"):
         import_params(source, model_spec(config))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+def test_a_critic_that_sees_opens_again(tmp_path, name):
+    config = config_from_hf(MODELS[name], images=True)
+    language = model_spec(config)
+    params = init_params(language, jax.random.key(0))
+    source = export(tmp_path / "lm", language, params, tokenizer_files_from=CharTokenizer())
+    spec = model_spec(config, "scalar")
+    critic = import_params(source, spec)
+    assert not critic["score"]["kernel"].any()
+    assert_trees_equal({k: params[k] for k in ("decoder", "vision")}, critic, but="score")
+    critic = init_params(spec, jax.random.key(1))
+    out = export(tmp_path / "critic", spec, critic, tokenizer_files_from=CharTokenizer())
+    assert load_model_kind(out) == "scalar" and load_model_config(out, images=True) == config
+    assert "score.weight" in stored(out)
+    assert_trees_equal(critic, import_params(out, spec))
+
+
+def assert_trees_equal(left, right, but: str = "") -> None:
+    right = {name: part for name, part in right.items() if name != but}
+    jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 def test_a_classifier_into_several_labels_is_refused(tmp_path):

@@ -71,7 +71,6 @@ VALUES = {
     "reward.functions": ("[]",),
     "reward.process_rewards": ("true",),
     "reward.failure_value": ("-1",),
-    "reward.model": ("{path: org/reward}",),
     "reward.on_failure": ("mask",),
     "rollout.mask_truncated": ("true",),
     "rollout.tools": ("calculator",),

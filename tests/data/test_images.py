@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxrl_llm.data.collating import prompt_batch
-from jaxrl_llm.data.dataset import RowRules, Sources, load_examples, load_prompts
-from jaxrl_llm.data.formats import row_images, with_image_parts
+from jaxrl_llm.data.collating import collate_records, offline_records, prompt_batch
+from jaxrl_llm.data.dataset import RowRules, Sources, load_examples, load_prompts, load_unpaired
+from jaxrl_llm.data.formats import row_images
 from jaxrl_llm.data.tasks import task_rows
-from jaxrl_llm.images import ImageInput, opened, see_images
+from jaxrl_llm.images import ImageInput, opened, see_images, with_image_parts
 from jaxrl_llm.tokenizer import CharTokenizer
 
 SEEN = ImageInput(token_id=100, size=8, patch=2, scale=2, most=2)  # four tokens an image
@@ -115,6 +115,26 @@ def test_a_prompt_has_the_tokens_of_its_images_and_their_places(tokenizer):
     assert (batch.image_places[2:] == -1).all() and (batch.images[2:] == 0).all()
     assert batch.images.shape == (4, 2, 4, 4, 12)
     assert batch.images[1, 1, 0, 0].tolist() == [5, 2, 3] * 4
+
+
+def test_a_mismatched_completion_keeps_the_images_of_its_prompt(tokenizer):
+    rows = [
+        {"prompt": "<image>a", "completion": "b", "label": True, "images": [png()]},
+        {"prompt": "c", "completion": "de", "label": False, "images": []},
+    ]
+    items = loaded(rows, tokenizer, load_unpaired).items
+    records = offline_records(items)
+    batch = collate_records(records, length=12, pad_id=0, mismatched=True, images=SEEN)
+    assert batch.mismatched is not None and batch.completion is not None
+    for name in ("image_places", "images"):
+        own, other = (getattr(x, name) for x in (batch.completion, batch.mismatched))
+        np.testing.assert_array_equal(own, other)
+
+
+def test_an_answer_has_no_image(tokenizer):
+    row = {"prompt": "a", "completion": "<image>b", "images": [png()]}
+    with pytest.raises(ValueError, match="an answer has an image"):
+        loaded([row], tokenizer, load_examples)
 
 
 def test_supervised_rows_have_images_too(tokenizer):

@@ -9,6 +9,7 @@ from tiny_run import TinyRun, assert_same_bits, read_jsonl
 
 from jaxrl_llm import config as c
 from jaxrl_llm.checkpoint.huggingface import load_model_config
+from jaxrl_llm.configs.grpo_vision import MODEL as SMOLVLM
 from jaxrl_llm.configs.grpo_vision import get_config
 from jaxrl_llm.evaluation.trained_model import export_checkpoint
 from jaxrl_llm.models.config import QwenVision
@@ -114,6 +115,60 @@ def test_a_run_with_images_resumes_exactly_and_opens_again(tmp_path):
     changed = {name for name in old if (old[name] != new[name]).any()}
     assert old.keys() == new.keys() and changed
     assert all("language_model.layers" in name and "_proj" in name for name in changed)
+
+
+# The reward of prompts whose text begins with an even number: equal for all answers.
+SOME_VARY = """
+def varied(completions, prompts):
+    even = [int(text.split(">")[-1].split("=")[0]) % 2 == 0 for text in prompts]
+    return [0.0 if e else sum(map(ord, text)) % 7 / 7 for e, text in zip(even, completions)]
+"""
+
+
+@pytest.mark.parametrize("waits", ["filtered", "ahead"])
+def test_batches_that_wait_keep_their_images(tmp_path, waits):
+    """The sampler read the images before the batch waited, and the trainer reads them after."""
+    first, again = TinyRun(tmp_path / "first"), TinyRun(tmp_path / "again")
+    config = config_of(first.folder)
+    (tmp_path / "varied.py").write_text(SOME_VARY)
+    slow = replace(config.actor.optimizer, learning_rate=1e-6)  # an older policy is nearly the same
+    config = replace(config, actor=replace(config.actor, optimizer=slow))
+    if waits == "ahead":
+        config = replace(config, max_staleness=1)
+    else:
+        groups = c.FilterGroupsConfig(enable=True)
+        config = replace(
+            config,
+            rollout=replace(config.rollout, filter_groups=groups),
+            reward=c.RewardConfig(functions=(c.Custom(path=f"{tmp_path}/varied.py:varied"),)),
+        )
+    train(config)
+    metrics = first.metrics()
+    for step in (1, 2):
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4
+    if waits == "filtered":
+        rounds = sum(metrics[step]["train/num_gen_batches"] for step in (1, 2))
+        assert rounds > 2 and metrics[1]["frac_reward_zero_std"] > 0
+    resume = str(first.step_path(1))
+    train(replace(config, run_dir=str(again.run_dir), resume=resume))
+    assert_same_bits(again.weights(2), first.weights(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "sampler"), [(QWEN, "strict"), (SMOLVLM, "strict"), (QWEN, "float8")]
+)
+def test_other_samplers_see_the_same_images(tmp_path, model, sampler):
+    """Strict log-probs are the trainer's bit for bit. In float8 only the decoder is rounded."""
+    first = TinyRun(tmp_path / "first")
+    config = replace(config_of(first.folder), total_steps=1)
+    config = replace(config, actor=replace(config.actor, hf_config=model))
+    if sampler == "strict":
+        config = replace(config, exact="strict")
+    else:
+        config = replace(config, rollout=replace(config.rollout, quantization="float8"))
+    train(config)
+    most = first.metrics()[1]["training/rollout_probs_diff_max"]
+    assert most == 0 if sampler == "strict" else 0 < most < 0.05
 
 
 def test_a_model_learns_what_it_sees(tmp_path):

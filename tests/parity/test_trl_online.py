@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.aggregation import global_counts
 from jaxrl_llm.algorithms.build import build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.group_advantages import GROUP_STD_EPS
+from jaxrl_llm.algorithms.kl import masked_kl
 
 grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason=REASON)
 rloo = pytest.importorskip("trl.trainer.rloo_trainer", reason=REASON)
@@ -47,6 +48,7 @@ def case(seed=0):
     fields = {name: x.astype(np.float32) for name, x in fields.items()}
     last = np.eye(LENGTH)[lengths - 1]
     fields["rewards"] = (rewards[:, None] * last).astype(np.float32)
+    fields["rollout_logprobs"] = np.float32(np.minimum(old + 0.3 * rng.normal(size=old.shape), 0))
     return fields | {"group_ids": np.arange(GROUPS, dtype=np.int32).repeat(N)}
 
 
@@ -122,7 +124,7 @@ def test_rloo_advantages(beta, monkeypatch):
     assert constant == [0.25 if beta == 0 else 0.0]  # what differs is the KL
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "none"])
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_grpo_advantages(scale_rewards, monkeypatch):
     """TRL adds 1e-4 to a group's deviation and we, as verl does, 1e-6: the same up to that."""
     fields = case()
@@ -142,14 +144,18 @@ def test_grpo_advantages(scale_rewards, monkeypatch):
     generated = (*samples(fields), None, ["x"] * B, None, {}, None, None)
     theirs._generate = lambda prompts: generated
     out = grpo.GRPOTrainer._generate_and_score_completions(theirs, [{"prompt": "x"}] * B)
-    by_std = scale_rewards == "group"
-    ours = advantages_of(build_online(c.GRPO(norm_adv_by_std=by_std)), fields)
+    by_std = scale_rewards != "none"
+    std_of = scale_rewards if by_std else "group"
+    ours = advantages_of(build_online(c.GRPO(norm_adv_by_std=by_std, std_of=std_of)), fields)
     if by_std:
-        std = fields["rewards"].sum(axis=1).reshape(GROUPS, N).std(axis=1, ddof=1).repeat(N)
-        ours = ours * ((std + GROUP_STD_EPS) / (std + TRL_STD_EPS))[:, None]
+        totals = fields["rewards"].sum(axis=1).reshape(GROUPS, N)
+        std = totals.std(axis=1, ddof=1).repeat(N) if std_of == "group" else totals.std(ddof=1)
+        ours = ours * np.reshape((std + GROUP_STD_EPS) / (std + TRL_STD_EPS), (-1, 1))
     expected = out["advantages"].numpy()[:, None] * fields["mask"]
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
-    assert theirs._metrics["train"]["frac_reward_zero_std"] == [0.25]
+    # TRL counts groups by their own std, except where the batch has one.
+    constant = 0.0 if scale_rewards == "batch" else 0.25
+    assert theirs._metrics["train"]["frac_reward_zero_std"] == [constant]
 
 
 # ------------------------------------------------------------------------- losses
@@ -166,6 +172,23 @@ GRPO = {
         build_online(c.GRPO(**CLIP, **MEAN, kl_loss_coef=0.1, kl_loss_type="k3_unclamped")),
         EPSILON | {"beta": 0.1},
     ),
+    # DeepSeek-V3.2's two stabilisers.
+    "off-policy mask": (
+        build_online(c.GRPO(**CLIP, **MEAN, **NO_KL, off_policy_mask=0.05)),
+        EPSILON | {"off_policy_mask_threshold": 0.05},
+    ),
+    "unbiased KL": (
+        build_online(
+            c.GRPO(
+                **CLIP,
+                **MEAN,
+                kl_loss_coef=0.1,
+                kl_loss_type="k3_unclamped",
+                kl_loss_unbiased=True,
+            )
+        ),
+        EPSILON | {"beta": 0.1, "use_bias_correction_kl": True},
+    ),
     "bnpo": (build_online(c.GRPO(**CLIP, **NO_KL)), EPSILON),
     "dapo": (build_online(c.DAPO(**CLIP)), EPSILON),
     "dr_grpo": (build_online(c.DrGRPO(**CLIP, loss_scale=9)), EPSILON),
@@ -176,7 +199,7 @@ GRPO = {
         {"epsilon_low": 0.05, "epsilon_high": 0.1, "importance_sampling_level": "sequence"},
     ),
 }
-LOSS_TYPE = {"grpo with its KL": "grpo", "gspo": "grpo"}
+LOSS_TYPE = dict.fromkeys(("grpo with its KL", "gspo", "off-policy mask", "unbiased KL"), "grpo")
 
 
 def our_loss(algorithm, fields):
@@ -197,7 +220,7 @@ def our_loss(algorithm, fields):
         )
         loss = aggregate(values)
         if algorithm.kl_loss is not None:
-            kl = algorithm.kl_loss(x, known["reference_logprobs"])
+            kl = masked_kl(algorithm.kl_loss, moved, known["mask"])
             loss += algorithm.kl_loss_coef * aggregate(kl)
         return loss, metrics
 
@@ -212,7 +235,7 @@ def their_loss(cls, fields, **settings):
     own = {"loss_type": settings.pop("loss_type", "grpo"), "beta": settings.pop("beta", 0.0)}
     arguments = {
         "delta": None,
-        "use_bias_correction_kl": False,
+        "use_bias_correction_kl": settings.pop("use_bias_correction_kl", False),
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": settings.pop("sapo_temperature_neg", 1.05),
         "steps_per_generation": 1,
@@ -221,13 +244,14 @@ def their_loss(cls, fields, **settings):
     theirs = trainer(
         args=SimpleNamespace(**arguments),
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=settings.pop("off_policy_mask_threshold", None),
         use_vllm=False,
         current_gradient_accumulation_steps=1,
         max_completion_length=9,
         _entropy_bonus_enabled=False,
         **(own | settings),
     )
+    theirs.get_off_policy_mask = getattr(cls, "get_off_policy_mask", None)
     theirs.accelerator.num_processes = 1
     theirs.accelerator.reduce = lambda x, reduction: x
     theirs._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
@@ -244,6 +268,7 @@ def their_loss(cls, fields, **settings):
         "completion_mask": mask,
         "advantages": torch.tensor(fields["advantages"][:, 0]),
         "old_per_token_logps": old,
+        "sampling_per_token_logps": torch.tensor(fields["rollout_logprobs"]),
         "old_logps": (old * mask).sum(1),
         "ref_per_token_logps": torch.tensor(fields["reference_logprobs"]),
         "num_items_in_batch": mask.sum(),
@@ -264,6 +289,8 @@ def test_grpo_losses(name):
     fields = with_advantages(case())
     algorithm, settings = GRPO[name]
     settings = {"epsilon_low": 0.2} | settings
+    if name == "off-policy mask":  # of the samples that the policy left, more are bad then
+        fields["advantages"] = -fields["advantages"]
     expected, gradient, recorded = their_loss(
         grpo.GRPOTrainer, fields, loss_type=LOSS_TYPE.get(name, name), **settings
     )
@@ -271,6 +298,8 @@ def test_grpo_losses(name):
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found, gradient * fields["mask"], rtol=1e-5, atol=1e-6)
     assert np.abs(gradient).max() > 1e-2
+    if name == "off-policy mask":
+        assert 0 < means["actor/off_policy_masked"] < 1
     if name in ("grpo", "bnpo", "dapo", "dr_grpo"):
         clipped = recorded["clip_ratio/region_mean"][0]
         np.testing.assert_allclose(means["actor/pg_clipfrac"], clipped, rtol=1e-5)

@@ -146,6 +146,33 @@ def test_policy_losses(name, aggregate, seed):
         np.testing.assert_allclose(metrics[key], found[key], rtol=1e-5, atol=1e-5, err_msg=key)
 
 
+def earlier_clamp(x, min=-np.inf, max=np.inf):
+    """torch.clamp with its gradient up to torch 2.13: 1 on a bound. From torch 2.14 on it is 0."""
+    return torch.where(x < min, min, torch.where(x > max, max, x))
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo", "geo_mean"])
+def test_bounds_of_width_0_have_the_gradient_of_torch_before_2_14(name, monkeypatch):
+    """At equality every token lies exactly on both. Newer torch has our gradient, half or none."""
+    fn, _, theirs, _ = CASES[name]
+    _, old, advantages, mask, _ = batch()
+    aggregate = ALWAYS.get(name, "token-mean")
+    ours = partial(fn, clip_low=0.0, clip_high=0.0)
+    value, gradient, _ = ours_and_gradient(ours, [old, old, advantages, mask], aggregate)
+    actor = config(clip_ratio_low=0.0, clip_ratio_high=0.0)
+    for clamp in (torch.clamp, earlier_clamp):
+        monkeypatch.setattr(torch, "clamp", clamp)
+        x = torch.tensor(old, requires_grad=True)
+        rest = map(torch.tensor, (advantages, mask))
+        expected, _ = theirs(torch.tensor(old), x, *rest, aggregate, actor)
+        expected.backward()
+        agrees(value, expected)
+        shares = (1.0,) if clamp is earlier_clamp or torch.__version__ < "2.14" else (0.0, 0.5, 1.0)
+        distances = [np.abs(x.grad.numpy() - share * np.asarray(gradient)) for share in shares]
+        np.testing.assert_allclose(np.min(distances, axis=0), 0.0, atol=1e-6)
+    assert np.abs(gradient).max() > 1e-3
+
+
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"geo_mean"}))
 def test_importance_weights_on_a_loss(name):
     """On purpose not geo_mean: verl takes the geometric mean of a response's weights, ours the mean

@@ -138,7 +138,8 @@ def test_stop_ids_come_from_the_generation_config(tmp_path, listed, expected):
 def test_stop_ids_come_from_the_config_where_there_is_no_generation_config(tmp_path):
     """A merged or saved again folder has no other file; its text model may be a part of it."""
     folder = write_chat_tokenizer(tmp_path / "chat")
-    for config in ({"eos_token_id": [2, 3]}, {"text_config": {"eos_token_id": 2}}):
+    text = {"text_config": {"eos_token_id": 2}}
+    for config in ({"eos_token_id": [2, 3]}, text, text | {"eos_token_id": None}):
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
         assert load_tokenizer(folder).stop_ids == (3, 2)
     (folder / "generation_config.json").write_text('{"eos_token_id": 3}')

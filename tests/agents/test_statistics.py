@@ -80,6 +80,7 @@ def test_a_trajectory_comes_back_from_a_checkpoint():
         messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": ""}),
         drift=Drift(2, 1, 4),
         failure="crash: it died",
+        row_starts=(2,),
     )
     kept = json.loads(json.dumps(without_ids(own)))
     padded = [*own.response_ids, 0], [1.0, 1.0, 0.0, 1.0, 0.0], [*own.logprobs, 0.0]

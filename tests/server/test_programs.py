@@ -435,12 +435,12 @@ APART = {"placement.rollout": "1", "max_staleness": 1, "actor.optimizer.learning
 
 
 ROWS = {"rollout.max_rows": 3, "data.max_response_length": 100}
-WITH_KEPT = ROWS | {"rollout.top_k": 20, "algorithm.kl_loss_coef": 0.1}
+KEPT = {"rollout.top_k": 20, "algorithm.kl_loss_coef": 0.1}
 
 
 @pytest.mark.parametrize(
     "changes",
-    further([{}, ROWS | APART, APART, ROWS | PACKED, WITH_KEPT], first=2),
+    further([{}, ROWS | APART, APART, ROWS | PACKED, KEPT, ROWS | KEPT], first=2),
     ids=str,
 )
 def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path, changes):

@@ -376,6 +376,7 @@ def traced(trajectory: Trajectory) -> dict[str, Any]:
         "turns": turns,
         "messages": [*trajectory.messages],
         "tool_s": round(trajectory.tool_s, 3),
+        **({"row_starts": [*trajectory.row_starts]} if trajectory.row_starts else {}),
     }
 
 

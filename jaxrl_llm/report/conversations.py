@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # Keys that only samples of several turns have, among what the reward logged.
-KEYS = ("trajectory", "stop_reason", "turns", "messages", "tool_s")
+KEYS = ("trajectory", "stop_reason", "turns", "messages", "tool_s", "row_starts")
 MOST_MESSAGES = 200
 
 
@@ -26,6 +26,9 @@ def conversation(extras: Mapping[str, Any], cut: Callable[[str], str]) -> dict[s
         if index in by_message:
             number = by_message[index]
             shown |= _turn(number, turns, shown["calls"])
+            if starts := extras.get("row_starts"):
+                place = turns[number]["start"]
+                shown["row"] = 1 + sum(start <= place for start in starts)
         elif first is None or index < first:
             shown["kind"] = "prompt"
         else:

@@ -14,6 +14,7 @@ from tiny_run import TinyRun, assert_same_bits
 from trainer.test_conversing import SIZES, metrics
 
 import jaxrl_llm as rl
+from jaxrl_llm.report.conversations import conversation
 from jaxrl_llm.tokenizer import load_tokenizer
 
 THOUGHTS = [f"<think>h{i}</think>" for i in range(300)]
@@ -67,6 +68,13 @@ def test_the_log_probs_of_each_row_are_the_samplers(tmp_path, changes):
     lines = [x for f in (tmp_path / "run" / "trace").glob("train*") for x in f.open()]
     samples = [json.loads(line) for line in lines]
     assert len(samples) == 16
+    for sample in samples:
+        starts = [0, *sample["extras"].get("row_starts", ())]
+        shown = conversation(sample["extras"], str)["messages"]
+        turns = [message for message in shown if "turn" in message]
+        for turn, message in zip(sample["extras"]["turns"], turns, strict=True):
+            row = sum(start <= turn["start"] for start in starts)
+            assert message.get("row", 1) == row
     several = [s for s in samples if len(s["extras"]["turns"]) > 1]
     assert any("<think>" not in tokenizer.decode(s["tokens"][s["extras"]["turns"][0]["end"] :
                s["extras"]["turns"][1]["start"]]) for s in several)  # fmt: skip

@@ -30,8 +30,9 @@ function counted(count, noun) {
 }
 
 function messageBlock(message) {
-  const { kind, role, name, turn, tokens, reward, failed, tool_s: seconds } = message;
-  const facts = [turn ? `turn ${turn}` : name, KINDS[kind], tokens === undefined ? "" : counted(tokens, "token")];
+  const { kind, role, name, turn, row, tokens, reward, failed, tool_s: seconds } = message;
+  const place = turn ? `turn ${turn}${row ? ` in row ${row}` : ""}` : name;
+  const facts = [place, KINDS[kind], tokens === undefined ? "" : counted(tokens, "token")];
   if (seconds !== undefined) facts.push(`${number(seconds) || 0} s`);
   if (typeof reward === "number") facts.push(`reward ${number(reward)}`);
   const head = element("div", { class: "note" }, element("b", {}, role), ` ${facts.filter(Boolean).join(", ")}`);

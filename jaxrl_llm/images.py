@@ -31,9 +31,11 @@ class ImageInput:
     patch: int
     scale: int  # patches of a side of a token
     most: int  # images of a row
+    resample: int = 3  # Pillow's number of the filter that resizes
     size: int | None = None  # pixels of a side of every image; None: images keep their shape
-    max_tokens: int = 1  # tokens of an image, where sizes differ: larger images are shrunk
-    min_tokens: int = 1
+    longest_side: int | None = None  # see `models.config.Vision`
+    max_pixels: int = 0  # pixels of an image, where sizes differ: larger images are shrunk
+    min_pixels: int = 0
     text: str = MARK  # an image in a text before it is tokenised
     begin: tuple[int, ...] = ()  # ids before the tokens of an image
     end: tuple[int, ...] = ()
@@ -41,7 +43,7 @@ class ImageInput:
     @property
     def tokens(self) -> int:
         """Tokens of the largest image, without those around them."""
-        return self.max_tokens if self.size is None else (self.size // self._side) ** 2
+        return (self.max_pixels if self.size is None else self.size**2) // self._side**2
 
     @property
     def _side(self) -> int:
@@ -125,25 +127,38 @@ class ImageInput:
         if self.size is not None:
             return self.size // self._side, self.size // self._side
         width, height = image.size
-        return token_grid(height, width, self._side, self.min_tokens, self.max_tokens)
+        return token_grid(height, width, self._side, self.min_pixels, self.max_pixels)
 
     def _patches(self, image: Any, grid: Grid) -> np.ndarray:
         """The patches of an image; a token has its patches together, each by column and row."""
         from PIL import Image  # pyright: ignore[reportMissingImports]
 
         p, s, (rows, columns) = self.patch, self.scale, grid
-        size = (columns * s * p, rows * s * p)
-        if image.size != size:
-            how = Image.Resampling.BICUBIC if self.size is None else Image.Resampling.LANCZOS
-            image = image.resize(size, how)
+        how = Image.Resampling(self.resample)
+        width, height = image.size
+        sizes = [_rescaled(width, height, self.longest_side)] if self.longest_side else []
+        for size in (*sizes, (columns * s * p, rows * s * p)):
+            image = image if image.size == size else image.resize(size, how)
         squares = np.asarray(image).reshape(rows, s, p, columns, s, p, 3)
         return squares.transpose(0, 3, 1, 4, 5, 2, 6).reshape(rows * columns, s * s, -1)
+
+
+def _rescaled(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Width and height of an image with another longer side: SmolVLM's first resize."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    return max(width, 1), max(height, 1)
 
 
 def token_grid(height: int, width: int, side: int, fewest: int, most: int) -> Grid:
     """Rows and columns of tokens of `side` pixels for an image: Qwen-VL's resize.
 
-    Sides are rounded. An image of more than `most` or less than `fewest` tokens keeps its ratio.
+    Sides are rounded. An image of more than `most` or less than `fewest` pixels keeps its ratio.
 
     Raises: ValueError for an image more than 200 times as long as narrow.
     """
@@ -152,16 +167,16 @@ def token_grid(height: int, width: int, side: int, fewest: int, most: int) -> Gr
             f"an image has {width} x {height} pixels: one side is over 200 times larger"
         )
     rows, columns = round(height / side), round(width / side)
-    if rows * columns > most:
-        shrink = math.sqrt(height * width / (most * side**2))
+    if rows * columns * side**2 > most:
+        shrink = math.sqrt(height * width / most)
         rows, columns = (max(1, math.floor(x / shrink / side)) for x in (height, width))
-    elif rows * columns < fewest:
-        grow = math.sqrt(fewest * side**2 / (height * width))
+    elif rows * columns * side**2 < fewest:
+        grow = math.sqrt(fewest / (height * width))
         rows, columns = (math.ceil(x * grow / side) for x in (height, width))
-    if rows * columns > most:
+    if rows * columns * side**2 > most:
         raise ValueError(
             f"an image of {width} x {height} pixels takes {rows} x {columns} tokens: raise "
-            f"config.data.max_image_tokens={most}"
+            f"config.data.max_image_tokens={most // side**2}"
         )
     return rows, columns
 

@@ -105,7 +105,16 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision:
+class Pixels:
+    """How pixels become the values that an image encoder reads."""
+
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # mean of red, green and blue, each between 0 and 1
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    resample: int = 3  # Pillow's number of the filter that resizes: 3 is bicubic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(Pixels):
     """An image encoder of fixed-size images and its projector (arXiv:2408.12637).
 
     A token of an image has a square of `scale` x `scale` patches.
@@ -121,6 +130,9 @@ class Vision:
     scale: int
     image_token_id: int
     norm_eps: float = 1e-6
+    resample: int = 1  # Lanczos
+    # Longer side of an image after a first resize, which keeps its shape. None: one resize.
+    longest_side: int | None = None
     # How a run computes it: the parts that learn.
     train: Literal["none", "projector", "all"] = "none"
 
@@ -153,7 +165,7 @@ FEWEST_IMAGE_TOKENS = 4  # tokens of the smallest image of a `QwenVision`
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVision:
+class QwenVision(Pixels):
     """An image encoder of Qwen-VL (arXiv:2502.13923), for images of any size.
 
     A token of an image has a square of `scale` x `scale` patches. Tokens of an image have rope
@@ -169,6 +181,8 @@ class QwenVision:
     scale: int
     image_token_id: int
     other_token_ids: tuple[int, int, int]  # a video, and begin and end of an image
+    min_pixels: int  # an image with fewer is enlarged
+    max_pixels: int  # an image with more is shrunk
     rope_sections: tuple[int, int, int]  # pairs of a decoder's head by axis: time, height, width
     sections_in_turns: bool = False  # axes take turns, in place of blocks
     # Side of a window in pixels. Layers not in `whole_layers` attend within one. None: no windows.
@@ -186,6 +200,16 @@ class QwenVision:
                 f"the image encoder has hidden_size {self.hidden_size} and {self.num_heads} heads: "
                 "the size of a head must be a multiple of 4, for rope on two axes"
             )
+        if self.min_pixels < FEWEST_IMAGE_TOKENS * self.side**2:
+            raise ValueError(
+                f"images of {self.min_pixels} pixels are too small: take min_pixels (or "
+                f"size.shortest_edge) of {FEWEST_IMAGE_TOKENS * self.side**2} or more"
+            )
+
+    @property
+    def side(self) -> int:
+        """Pixels of a side of a token."""
+        return self.patch_size * self.scale
 
     @property
     def axes_of_pairs(self) -> tuple[int, ...]:

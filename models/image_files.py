@@ -7,6 +7,7 @@ Shape letters: W hidden size of the encoder, F feed-forward, D the decoder's hid
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.models import hf as common
@@ -53,6 +54,69 @@ def vision_from_hf(hf: Mapping[str, Any]) -> Vision | QwenVision:
         image_token_id=common.value_of(hf, "image_token_id", 128257),
         norm_eps=float(common.value_of(sizes, "layer_norm_eps", 1e-6)),
     )
+
+
+def with_processor(
+    vision: Vision | QwenVision, processor: Mapping[str, Any]
+) -> Vision | QwenVision:
+    """The encoder with the settings of an image processor, a preprocessor_config.json.
+
+    Raises: ValueError for a setting that is not implemented, or of another encoder.
+    """
+    name, size = vision.model_type, common.entries(processor, "size", dict, {})
+    common.refuse_unless(
+        processor, name, do_rescale=True, do_normalize=True, do_convert_rgb=True,
+        rescale_factor=1 / 255,
+    )  # fmt: skip
+    colours = {
+        ours: tuple(processor[theirs])
+        for ours, theirs in (("mean", "image_mean"), ("std", "image_std"))
+        if processor.get(theirs) is not None
+    }
+    seen = replace(vision, resample=processor.get("resample", vision.resample), **colours)
+    if isinstance(seen, QwenVision):
+        common.refuse_unless(
+            processor, name, do_resize=True, patch_size=seen.patch_size, merge_size=seen.scale,
+            temporal_patch_size=qwen.FRAMES,
+        )  # fmt: skip
+        bounds = {
+            ours: processor.get(ours) or size.get(theirs) or size.get(ours) or getattr(seen, ours)
+            for ours, theirs in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+        }
+        return replace(seen, **bounds)
+    view = common.entries(processor, "max_image_size", dict, {})
+    common.refuse_unless(view, f"{name}: max_image_size", longest_edge=seen.image_size)
+    if processor.get("do_resize") is False:
+        return seen
+    return replace(seen, longest_side=size.get("longest_edge"))
+
+
+def to_processor(vision: Vision | QwenVision) -> dict[str, Any]:
+    """The keys of preprocessor_config.json; `with_processor` reads them."""
+    own: dict[str, Any]
+    if isinstance(vision, QwenVision):
+        own = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
+            "patch_size": vision.patch_size,
+            "merge_size": vision.scale,
+            "temporal_patch_size": qwen.FRAMES,
+        }
+    else:
+        kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[vision.model_type]
+        first = vision.longest_side
+        own = {
+            "image_processor_type": f"{kind}ImageProcessor",
+            "do_resize": first is not None,
+            "size": {"longest_edge": first or vision.image_size},
+            "max_image_size": {"longest_edge": vision.image_size},
+            "do_image_splitting": False,
+        }
+    return own | {
+        "resample": vision.resample,
+        "image_mean": list(vision.mean),
+        "image_std": list(vision.std),
+    }
 
 
 def _side(size: Any) -> int:

@@ -20,15 +20,12 @@ from jax.typing import DTypeLike
 from jaxrl_llm.models.config import ModelConfig, QwenVision
 from jaxrl_llm.models.layers import Layer, Projection, RMSNorm, apply_rope, parameter
 from jaxrl_llm.models.media import Features, Media
+from jaxrl_llm.models.qwen_vision_files import FRAMES
 from jaxrl_llm.models.rope import rope_powers
-from jaxrl_llm.models.vision import LayerNorm, of_images
+from jaxrl_llm.models.vision import LayerNorm, normalised, of_images
 
-FRAMES = 2  # frames of a video; both are the image
 PATCHES = 4096  # patches that are computed together, from one large image or several small ones
 EPS = 1e-6
-# Mean and standard deviation of the channels, by `QwenVision.model_type`.
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-COLOURS = {"qwen2_5_vl": _CLIP, "qwen3_vl": ((0.5,) * 3, (0.5,) * 3)}
 
 
 def _norm(vision: QwenVision, size: int, dtype: DTypeLike) -> RMSNorm | LayerNorm:
@@ -201,9 +198,8 @@ class QwenEncoder(Layer):
     ) -> jax.Array:
         """The patches as vectors, with learned positions where there are some."""
         vision, dtype = self.vision, self.projector.down.kernel[...].dtype
-        mean, deviation = (jnp.array(x) for x in COLOURS[vision.model_type])
-        colours = pixels_Lq.reshape(len(pixels_Lq), -1, 1, 3).astype(jnp.float32) / 255
-        colours = jnp.repeat((colours - mean) / deviation, FRAMES, axis=2)
+        colours = normalised(pixels_Lq, vision).reshape(len(pixels_Lq), -1, 1, 3)
+        colours = jnp.repeat(colours, FRAMES, axis=2)
         x_LW = self.patch(colours.reshape(len(pixels_Lq), -1).astype(dtype))
         if self.positions is None:
             return x_LW

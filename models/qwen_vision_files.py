@@ -11,15 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.models import hf as common
-from jaxrl_llm.models.config import Kind, ModelConfig, QwenVision
+from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS, Kind, ModelConfig, QwenVision
 from jaxrl_llm.models.hf import HFTensor, Names, Path
 from jaxrl_llm.models.image_models import architecture_of, stored_names, with_prefix
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
-_FRAMES = 2
+FRAMES = 2  # frames of a video; both are the image
 _PATCH = "patch_embed.proj.weight"
 # Prefixes of tensors as transformers 5 has them in memory. Qwen2.5-VL's folders have others.
 _TEXT, _ENCODER = "model.language_model.", "model.visual."
+# Mean and standard deviation of colours without a preprocessor_config.json.
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+_MOST_TOKENS = 16384
 _OTHER_IDS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
@@ -32,22 +35,32 @@ def vision_from_hf(hf: Mapping[str, Any], name: str) -> QwenVision:
         name,
         hidden_act="silu" if old else "gelu_pytorch_tanh",
         in_channels=3,
-        temporal_patch_size=_FRAMES,
+        temporal_patch_size=FRAMES,
     )
     common.refuse_unless(seen.get("rope_parameters") or {}, name, rope_theta=10000.0)
     text = hf.get("text_config") or hf
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     common.refuse_unless(rope, name, mrope_interleaved=not old)
     side = 0 if old else int(value(seen, "num_position_embeddings", 2304) ** 0.5)
+    mean, std = _CLIP if old else ((0.5,) * 3, (0.5,) * 3)
+    patch, scale = (
+        value(seen, "patch_size", 14 if old else 16),
+        value(seen, "spatial_merge_size", 2),
+    )
+    area = (patch * scale) ** 2
     deep = () if old else tuple(value(seen, "deepstack_visual_indexes", (8, 16, 24)))
     vision = QwenVision(
         model_type=name,
-        patch_size=value(seen, "patch_size", 14 if old else 16),
+        mean=mean,
+        std=std,
+        min_pixels=(FEWEST_IMAGE_TOKENS if old else 64) * area,
+        max_pixels=_MOST_TOKENS * area,
+        patch_size=patch,
         hidden_size=value(seen, "hidden_size", 3584 if old else 1152),
         intermediate_size=value(seen, "intermediate_size", 3420 if old else 4304),
         num_layers=value(seen, "depth", 32 if old else 27),
         num_heads=value(seen, "num_heads", 16),
-        scale=value(seen, "spatial_merge_size", 2),
+        scale=scale,
         image_token_id=value(hf, "image_token_id", 151655),
         other_token_ids=tuple(
             value(hf, key, usual)
@@ -111,7 +124,7 @@ def to_hf_config(text: Mapping[str, Any], config: ModelConfig, kind: Kind) -> di
             "out_hidden_size": config.hidden_size,
             "patch_size": vision.patch_size,
             "spatial_merge_size": vision.scale,
-            "temporal_patch_size": _FRAMES,
+            "temporal_patch_size": FRAMES,
         },
     }
 
@@ -122,10 +135,10 @@ def hf_names(text: Names, config: ModelConfig) -> Names:
     assert isinstance(vision, QwenVision)
     W, F, N, p = vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.patch_size
     old, J, encoder = vision.model_type == "qwen2_5_vl", vision.scale**2 * W, _ENCODER
-    values = _FRAMES * 3 * p * p
+    values = FRAMES * 3 * p * p
     names: Names = {
         ("vision", "patch", "kernel"): HFTensor(
-            f"{encoder}{_PATCH}", (W, 3, _FRAMES, p, p), (values, W), True
+            f"{encoder}{_PATCH}", (W, 3, FRAMES, p, p), (values, W), True
         )
     }
     if not old:

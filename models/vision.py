@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxrl_llm.kernels.strict import by_rows, strict_in_scope
-from jaxrl_llm.models.config import ModelConfig, QwenVision, Vision
+from jaxrl_llm.models.config import ModelConfig, Pixels, QwenVision, Vision
 from jaxrl_llm.models.layers import Layer, Projection, parameter
 from jaxrl_llm.models.media import Features, Media
 
@@ -103,9 +103,8 @@ class ImageEncoder(Layer):
     def _of_images(self, pixels_XLq: jax.Array, n: int) -> jax.Array:
         """The features of images, [X, n, D]."""
         table_LW = self._in_token_order(self.positions[...])
-        # Mean and standard deviation are 0.5.
-        pixels_XLq = pixels_XLq.astype(jnp.float32) / 127.5 - 1.0
-        x_XLW = self.patch(pixels_XLq.astype(table_LW.dtype)) + table_LW
+        values_XLq = normalised(pixels_XLq, self.vision)
+        x_XLW = self.patch(values_XLq.astype(table_LW.dtype)) + table_LW
         for i in range(len(self.layers)):
             x_XLW = self.layers[str(i)](x_XLW)
         x_XLW = self.norm(x_XLW)
@@ -120,6 +119,13 @@ class ImageEncoder(Layer):
         side = self.vision.image_size // self.vision.patch_size // s
         squares = table_LW.reshape(side, s, side, s, -1)
         return squares.swapaxes(1, 2).reshape(table_LW.shape)
+
+
+def normalised(pixels_Lq: jax.Array, pixels: Pixels) -> jax.Array:
+    """uint8 pixels less their mean, over their standard deviation; colours are the last values."""
+    colours = pixels_Lq.reshape(*pixels_Lq.shape[:-1], -1, 3).astype(jnp.float32) / 255
+    colours = (colours - jnp.array(pixels.mean)) / jnp.array(pixels.std)
+    return colours.reshape(pixels_Lq.shape)
 
 
 def of_images(run: Callable[..., jax.Array], state: Any, *images: jax.Array) -> jax.Array:

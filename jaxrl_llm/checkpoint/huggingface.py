@@ -10,6 +10,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,15 @@ from jaxrl_llm.models.families import (
 )
 from jaxrl_llm.models.frozen import KERNEL, SCALE, freeze, inputs_of, is_frozen
 from jaxrl_llm.models.hf import Names, StoredPart, stored_parts, whole_tensor
+from jaxrl_llm.models.image_files import to_processor, with_processor
 from jaxrl_llm.models.image_models import HEAD, image_model_of, stored_names
 from jaxrl_llm.references import is_hub_name
 from jaxrl_llm.tokenizer import Tokenizer
 
 MAX_SHARD_BYTES = 5_000_000_000
+PROCESSOR = "preprocessor_config.json"
 _PROCESSOR_FILES = (
-    "preprocessor_config.json",
+    PROCESSOR,
     "processor_config.json",
     "video_preprocessor_config.json",
 )
@@ -102,7 +105,18 @@ def load_model_config(directory: str | Path, *, images: bool = False) -> ModelCo
         ValueError: config.json is missing, names an architecture or a feature that is not
             supported, or has a NaN, infinite or non-positive number where none can be.
     """
-    return config_from_hf(read_config_json(Path(directory)), images=images)
+    config = config_from_hf(read_config_json(Path(directory)), images=images)
+    if config.vision is None:
+        return config
+    return replace(config, vision=with_processor(config.vision, _processor_in(Path(directory))))
+
+
+def _processor_in(directory: Path) -> Mapping[str, Any]:
+    """The settings of a folder's image processor, in one of two files; {} without any."""
+    if (directory / PROCESSOR).is_file():
+        return json.loads((directory / PROCESSOR).read_text())
+    whole = directory / "processor_config.json"
+    return json.loads(whole.read_text()).get("image_processor", {}) if whole.is_file() else {}
 
 
 def load_model_kind(directory: str | Path) -> Kind:
@@ -305,6 +319,8 @@ def export(
             for name in _PROCESSOR_FILES:
                 if (others / name).is_file():
                     shutil.copyfile(others / name, directory / name)
+        elif spec.config.vision is not None:
+            _write_json(directory / PROCESSOR, to_processor(spec.config.vision))
         config = described | special_ids | {"torch_dtype": target.name}
         _write_json(directory / "config.json", config)
     multihost.barrier(f"export {directory}")

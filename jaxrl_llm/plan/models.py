@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.checkpoint import identity, layout
 from jaxrl_llm.checkpoint.huggingface import (
+    PROCESSOR,
     image_model_in,
     load_model_config,
     model_directory,
@@ -38,9 +39,10 @@ from jaxrl_llm.distributed.placement import numbers_of_roles
 from jaxrl_llm.generation.stop_strings import Stops, stop_strings
 from jaxrl_llm.images import PIXELS, ImageInput
 from jaxrl_llm.models.base import FLOAT8_BASE, ModelConfig, ModelSpec, frozen_spec, model_spec
-from jaxrl_llm.models.config import FEWEST_IMAGE_TOKENS, Kind, QwenVision, Vision
+from jaxrl_llm.models.config import Kind, QwenVision, Vision
 from jaxrl_llm.models.config_json import check_hf_config
 from jaxrl_llm.models.families import config_from_hf, hf_names, to_hf_config, use_family
+from jaxrl_llm.models.image_files import to_processor
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.models.media import media_fields
@@ -298,7 +300,10 @@ def write_huggingface_files(
     config = to_hf_config(spec.config, spec.kind) | ids
     if image_model:
         config[IMAGE_MODEL] = image_model
-    for name, content in (("config.json", config), ("generation_config.json", ids)):
+    files = {"config.json": config, "generation_config.json": ids}
+    if spec.config.vision is not None:
+        files[PROCESSOR] = to_processor(spec.config.vision)
+    for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -316,12 +321,12 @@ def image_input(vision: Vision | QwenVision | None, data: DataConfig) -> ImageIn
         patch=vision.patch_size,
         scale=vision.scale,
         most=data.max_images,
+        resample=vision.resample,
     )
     if isinstance(vision, Vision):
-        return replace(seen, size=vision.image_size)
-    fewest = {"qwen3_vl": 64}.get(vision.model_type, FEWEST_IMAGE_TOKENS)
-    most = data.max_image_tokens
-    return replace(seen, max_tokens=most, min_tokens=min(fewest, most))
+        return replace(seen, size=vision.image_size, longest_side=vision.longest_side)
+    most = min(vision.max_pixels, data.max_image_tokens * vision.side**2)
+    return replace(seen, max_pixels=most, min_pixels=min(vision.min_pixels, most))
 
 
 def image_fields(

@@ -192,7 +192,7 @@ def test_the_tokens_around_an_image_are_the_tokenizer_s():
 
 
 # Tokens of 4 x 4 pixels; an image has 4 to 12 of them.
-OWN_SIZE = ImageInput(token_id=100, patch=2, scale=2, most=2, max_tokens=12, min_tokens=4)
+OWN_SIZE = ImageInput(token_id=100, patch=2, scale=2, most=2, max_pixels=12 * 16, min_pixels=4 * 16)
 
 
 def test_images_of_several_sizes(tokenizer):

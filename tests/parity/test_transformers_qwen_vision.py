@@ -6,6 +6,7 @@ copy of a prompt.
 """
 
 import copy
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,9 +38,10 @@ from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.lora import Lora, join
 from jaxrl_llm.models.lora_targets import chosen_modules
 from jaxrl_llm.models.media import Images
-from jaxrl_llm.models.qwen_vision import COLOURS
-from jaxrl_llm.models.qwen_vision_files import QWEN
-from jaxrl_llm.plan.models import image_input
+from jaxrl_llm.models.qwen_vision_files import QWEN, vision_from_hf
+from jaxrl_llm.models.vision import normalised
+from jaxrl_llm.plan.models import image_input, write_huggingface_files
+from jaxrl_llm.tokenizer import CharTokenizer
 from jaxrl_llm.types import IMAGE_FIELDS
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
@@ -91,7 +93,8 @@ def both(name: str, folder: Path):
 def seen_by(spec) -> ImageInput:
     seen = image_input(spec.config.vision, DATA)
     assert seen is not None
-    return replace(seen, min_tokens=4)  # Qwen3-VL's own bound is 64
+    side = seen.patch * seen.scale
+    return replace(seen, min_pixels=4 * side**2)  # Qwen3-VL's own bound is 64 tokens
 
 
 def images() -> list[tuple]:
@@ -130,15 +133,14 @@ def samples(seen: ImageInput):
 
 
 def processor(name: str, seen: ImageInput):
-    side = seen.patch * seen.scale
-    mean, deviation = COLOURS[name]
-    size = {"shortest_edge": seen.min_tokens * side**2, "longest_edge": seen.max_tokens * side**2}
+    vision = vision_from_hf({}, name)
+    size = {"shortest_edge": seen.min_pixels, "longest_edge": seen.max_pixels}
     return transformers.Qwen2VLImageProcessorPil(
         patch_size=seen.patch,
         merge_size=seen.scale,
         size=size,
-        image_mean=mean,
-        image_std=deviation,
+        image_mean=vision.mean,
+        image_std=vision.std,
     )
 
 
@@ -330,18 +332,56 @@ def test_round_trip(folder, name, tmp_path):
 def test_pixels_are_those_of_transformers(name):
     """Of images that are kept, enlarged, shrunk and rounded to even."""
     rng = np.random.default_rng(0)
-    seen = ImageInput(token_id=1, patch=4, scale=2, most=1, max_tokens=20, min_tokens=4)
+    bounds = {"max_pixels": 20 * 64, "min_pixels": 4 * 64}
+    seen = ImageInput(token_id=1, patch=4, scale=2, most=1, **bounds)
     for height, width in [(24, 32), (9, 10), (100, 60), (12, 20), (5, 90), (44, 28), (20, 12)]:
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
         expected = processor(name, seen)(images=image)
-        (rows, columns), (mean, deviation) = seen.grids([image])[0], COLOURS[name]
+        rows, columns = seen.grids([image])[0]
         assert expected["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
         fields = seen.arrays([[1] * (rows * columns)], [[image]], 30)
-        found = fields["images"][0, 0, : rows * columns].reshape(-1, 4, 4, 3) / 255
-        found = ((found - mean) / deviation).transpose(0, 3, 2, 1)  # patch, channel, row, column
+        found = normalised(fields["images"][0, 0, : rows * columns], vision_from_hf({}, name))
+        found = found.reshape(-1, 4, 4, 3).transpose(0, 3, 2, 1)  # patch, channel, row, column
         theirs = expected["pixel_values"].reshape(-1, 3, 2, 4, 4)
         for frame in range(2):
             np.testing.assert_allclose(found, theirs[:, :, frame], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_processor_of_a_folder_is_read(tmp_path, name):
+    """Bounds that are no whole tokens, colours and a filter of its own."""
+    saved_model(tmp_path, name, **CHANGES[name])
+    transformers.Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        size={"shortest_edge": 300, "longest_edge": 1000},
+        image_mean=[0.1, 0.2, 0.3],
+        image_std=[0.3, 0.5, 0.7],
+        resample=2,
+    ).save_pretrained(tmp_path)
+    theirs = transformers.Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    config = load_model_config(tmp_path, images=True)
+    seen = image_input(config.vision, DATA)
+    assert seen is not None and seen.patch == 4
+    rng = np.random.default_rng(0)
+    for height, width in [(24, 32), (9, 10), (100, 60), (12, 20), (33, 28)]:
+        image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        expected = theirs(images=image)
+        rows, columns = seen.grids([image])[0]
+        assert expected["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
+        fields = seen.arrays([[seen.token_id] * (rows * columns)], [[image]], 30)
+        found = normalised(fields["images"][0, 0, : rows * columns], config.vision)
+        found = found.reshape(-1, 4, 4, 3).transpose(0, 3, 2, 1)
+        patches = expected["pixel_values"].reshape(-1, 3, 2, 4, 4)[:, :, 0]
+        np.testing.assert_allclose(found, patches, atol=2e-6)
+    # A run writes the file again, so that its checkpoints and exports read images alike.
+    write_huggingface_files(tmp_path / "run", model_spec(config), CharTokenizer())
+    assert load_model_config(tmp_path / "run", images=True) == config
+    for key, value in {"patch_size": 7, "do_normalize": False, "min_pixels": 64}.items():
+        changed = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {key: value}
+        (tmp_path / "run" / "preprocessor_config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"{key}|too small"):
+            load_model_config(tmp_path / "run", images=True)
 
 
 def test_sizes_are_those_of_transformers():
@@ -350,9 +390,8 @@ def test_sizes_are_those_of_transformers():
 
     rng = np.random.default_rng(0)
     for height, width in rng.integers(20, 3000, (300, 2)).tolist():
-        for side, fewest, most in ((28, 4, 1280), (28, 4, 16384), (32, 64, 16384)):
-            bounds = {"min_pixels": fewest * side**2, "max_pixels": most * side**2}
-            expected = smart_resize(height, width, side, **bounds)
+        for side, fewest, most in ((28, 3136, 1003520), (28, 9000, 12845056), (32, 65536, 2**24)):
+            expected = smart_resize(height, width, side, fewest, most)
             found = token_grid(height, width, side, fewest, most)
             assert (found[0] * side, found[1] * side) == expected
 

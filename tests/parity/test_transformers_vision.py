@@ -30,7 +30,9 @@ from jaxrl_llm.models.families import hf_names
 from jaxrl_llm.models.image_files import READ_WHOLE, SIGLIP
 from jaxrl_llm.models.media import Images
 from jaxrl_llm.models.qwen_vision_files import QWEN
-from jaxrl_llm.plan.models import image_input
+from jaxrl_llm.models.vision import normalised
+from jaxrl_llm.plan.models import image_input, write_huggingface_files
+from jaxrl_llm.tokenizer import CharTokenizer
 from jaxrl_llm.types import IMAGE_FIELDS
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
@@ -248,12 +250,45 @@ def test_pixels_are_those_of_transformers(size):
     rng = np.random.default_rng(0)
     image = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
     expected = processor(images=image)["pixel_values"][0][0]
-    seen = ImageInput(token_id=1, size=12, patch=3, scale=2, most=1)
+    seen = ImageInput(token_id=1, size=12, patch=3, scale=2, most=1, resample=1)
     found = seen.arrays([[1] * 4], [[image]], 4)["images"][
         0, 0
     ]  # tokens, patches, (column, row, channel)
     squares = expected.reshape(3, 2, 2, 3, 2, 2, 3).transpose(1, 4, 2, 5, 6, 3, 0)
     np.testing.assert_allclose(found / 127.5 - 1, squares.reshape(4, 4, 27), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_processor_of_a_folder_is_read(tmp_path, name):
+    """Two resizes, with colours and a filter of its own."""
+    theirs, spec, _ = both(name, tmp_path)
+    side = spec.config.vision.image_size
+    kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[name]
+    processor = getattr(transformers, f"{kind}ImageProcessorPil")(
+        do_image_splitting=False,
+        size={"longest_edge": 31},
+        max_image_size={"longest_edge": side},
+        do_pad=False,
+        image_mean=[0.1, 0.2, 0.3],
+        image_std=[0.3, 0.5, 0.7],
+        resample=2,
+    )
+    processor.save_pretrained(tmp_path)
+    config = load_model_config(tmp_path, images=True)
+    seen = image_input(config.vision, DataConfig(max_images=1))
+    assert seen is not None
+    n, s, p = seen.tokens, seen.scale, seen.patch
+    rng = np.random.default_rng(0)
+    for size in [(40, 30), (12, 90), (7, 5), (side, side)]:
+        image = Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
+        expected = processor(images=image)["pixel_values"][0][0]
+        found = seen.arrays([[seen.token_id] * n], [[image]], n)["images"][0, 0]
+        found = normalised(found, config.vision)
+        rows = side // s // p
+        squares = expected.reshape(3, rows, s, p, rows, s, p).transpose(1, 4, 2, 5, 6, 3, 0)
+        np.testing.assert_allclose(found, squares.reshape(found.shape), atol=2e-6)
+    write_huggingface_files(tmp_path / "run", model_spec(config), CharTokenizer())
+    assert load_model_config(tmp_path / "run", images=True) == config
 
 
 def test_every_whole_model_is_compared():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm import config as c
 from jaxrl_llm.algorithms.algorithm import Algorithm
-from jaxrl_llm.algorithms.build import BUILDERS, build_algorithm
+from jaxrl_llm.algorithms.build import BUILDERS, build_online
 from jaxrl_llm.algorithms.fields import field_names
 from jaxrl_llm.algorithms.sample_masks import without_left_out
 
@@ -25,16 +25,16 @@ REQUIRED: dict[Any, dict[str, Any]] = {
 }
 
 
-def online() -> list[Any]:
+ONLINE = {
+    cls.__name__: cls(**REQUIRED.get(cls, {})) for cls in BUILDERS if issubclass(cls, c.Online)
+}
+ONLINE |= {f"GRPO by the std of the {x}": c.GRPO(std_of=x) for x in ("batch", "advantages")}
+
+
+@pytest.fixture(scope="module", params=ONLINE)
+def algorithm(request: pytest.FixtureRequest) -> Algorithm:
     """An algorithm of each online kind."""
-    built = {kind.__name__: build_algorithm(kind(**REQUIRED.get(kind, {}))) for kind in BUILDERS}
-    for std_of in ("batch", "advantages"):
-        built[f"GRPO by the std of the {std_of}"] = build_algorithm(c.GRPO(std_of=std_of))
-    return [
-        pytest.param(algorithm, id=name)
-        for name, algorithm in built.items()
-        if isinstance(algorithm, Algorithm)
-    ]
+    return build_online(ONLINE[request.param])
 
 
 def fields_of(num_samples: int) -> dict[str, np.ndarray]:
@@ -88,7 +88,6 @@ def seen(fields: dict[str, Any], left_out: np.ndarray, algorithm: Algorithm) -> 
     )
 
 
-@pytest.mark.parametrize("algorithm", online())
 def test_an_estimator_gives_what_it_gives_without_them(algorithm: Algorithm) -> None:
     fields = fields_of(GROUPS * N)
     changed = fields | {name: np.array(fields[name]) for name in ("rewards", "reward_parts")}
@@ -101,7 +100,6 @@ def test_an_estimator_gives_what_it_gives_without_them(algorithm: Algorithm) -> 
         assert not masked[LEFT_OUT].any()
 
 
-@pytest.mark.parametrize("algorithm", online())
 def test_without_such_samples_no_bit_changes(algorithm: Algorithm) -> None:
     fields = fields_of(GROUPS * N)
     none = np.zeros(GROUPS * N, bool)
@@ -113,7 +111,6 @@ def test_without_such_samples_no_bit_changes(algorithm: Algorithm) -> None:
         np.testing.assert_array_equal(masked, plain)
 
 
-@pytest.mark.parametrize("algorithm", online())
 def test_the_last_of_a_group_has_no_advantage(algorithm: Algorithm) -> None:
     """There is nothing that it could be compared with. A group of one in the config is another."""
     if "group_ids" not in field_names(algorithm.advantage):

@@ -58,8 +58,8 @@ def responses_of_two_steps(hf: dict, chained: bool, monkeypatch) -> tuple:
 @pytest.mark.parametrize(
     "hf",
     [
-        pytest.param(MODEL | ONE_LAYER, id="dense", marks=pytest.mark.slow),
-        pytest.param(MODEL | EXPERTS | ONE_LAYER, id="experts"),
+        pytest.param(MODEL | ONE_LAYER, id="dense"),
+        pytest.param(MODEL | EXPERTS | ONE_LAYER, id="experts", marks=pytest.mark.slow),
         pytest.param(MODEL | HYBRID, id="hybrid", marks=pytest.mark.slow),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from documented_metrics import documented
+from tiny_run import TinyRun
 
 from jaxrl_llm.config import load_config
 from jaxrl_llm.program.counting import CompileCounter, count_compilations
@@ -32,6 +33,7 @@ SMALL = {
 }
 
 
+@pytest.mark.nightly  # plain: the compilations of two processes are those of one
 def test_one_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: dict[int, int] = {}  # step -> compilations so far
     log = RunOutput.log
@@ -49,10 +51,18 @@ def test_one_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(programs) == [0, 1, 2, 3, 4]
     # Step 2 validates and saves as steps 0 and 4 do: nothing of that is compiled again either.
     assert programs[1] == programs[2] == programs[3] == programs[4]
-    for file in (tmp_path / "run").rglob("metrics.jsonl"):
+    assert_documented(tmp_path / "run")
+
+
+def assert_documented(run_dir: Path) -> None:
+    for file in run_dir.rglob("metrics.jsonl"):
         names = {name for row in file.read_text().splitlines() for name in json.loads(row)}
         missing = [name for name in names if not documented().fullmatch(name)]
         assert not missing, "these are not in docs/metrics.md"
+
+
+def test_every_metric_of_a_run_is_documented(ppo_run: TinyRun) -> None:
+    assert_documented(ppo_run.run_dir)
 
 
 def test_documented_names_are_told_from_others() -> None:

@@ -33,10 +33,6 @@ class Mixture:
     dense_layers: int = 0  # the first layers, with an MLP in place of experts
 
     def __post_init__(self) -> None:
-        sizes = ("num_experts", "experts_per_token", "expert_size")
-        for name in (*sizes, "num_groups", "groups_per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} is more than num_experts "
@@ -72,12 +68,6 @@ class Latent:
     rope_dim: int
     value_dim: int  # dims of a value head
 
-    def __post_init__(self) -> None:
-        for name in ("kv_rank", "query_rank", "rope_dim", "value_dim"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}: it must be at least 1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta:
@@ -94,9 +84,8 @@ class GatedDelta:
     conv_size: int  # tokens that the convolution sees, its own included
 
     def __post_init__(self) -> None:
-        for name in ("period", "key_heads", "value_heads", "key_dim", "value_dim", "conv_size"):
-            if getattr(self, name) < (least := 2 if name in ("period", "conv_size") else 1):
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        if self.conv_size < 2:
+            raise ValueError(f"conv_size is {self.conv_size}: it must be at least 2")
         if self.value_heads % self.key_heads:
             raise ValueError(
                 f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}: "
@@ -286,10 +275,6 @@ class ModelConfig:
     float32_head: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
-        for name in (*sizes, "num_kv_heads", "head_dim", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads "

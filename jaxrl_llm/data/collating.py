@@ -118,15 +118,9 @@ def collate_records(
     is None. `size` pads the batch with copies of weight 0. `rows` are the rows of the
     batch to make, by default all; no other record is read.
 
-    Raises:
-        ValueError: a record would get its own completion.
+    Requires with `mismatched`: two records or `before`, or a record gets its own completion.
     """
     num = len(records)
-    if mismatched and num == 1 and before is None:
-        raise ValueError(
-            "there is one record, so no other completion can follow its prompt: "
-            "held-out data need 2 records or more"
-        )
     rows = range(max(num, size)) if rows is None else rows
     read = cache(records.__getitem__)  # a record may stand in two rows
     chosen = [read(row if row < num else 0) for row in rows]

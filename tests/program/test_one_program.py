@@ -33,7 +33,7 @@ SMALL = {
 }
 
 
-@pytest.mark.nightly  # plain: the compilations of two processes are those of one
+@pytest.mark.nightly  # plain: two processes compile what one compiles
 def test_one_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs: dict[int, int] = {}  # step -> compilations so far
     log = RunOutput.log

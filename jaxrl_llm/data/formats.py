@@ -192,6 +192,15 @@ def examples_of(
     several rows. For `text` it is on all but the first token. A pair gives its two answers, and a
     stepwise row its steps.
     """
+    rows = seen_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
+    source, images = _data_source(row, data_source), row_images(row)
+    return [replace(_example(pieces, source, index), images=images) for pieces in rows]
+
+
+def seen_pieces(
+    row: Mapping[str, Any], kind: str, tokenizer: Tokenizer, *, keep_thinking: bool = False
+) -> list[list[Piece]]:
+    """`learned_pieces` with all tokens of the images of the row."""
     seen, images = images_of(tokenizer), row_images(row)
     rows = learned_pieces(row, kind, tokenizer, keep_thinking=keep_thinking)
     if seen is not None:
@@ -201,8 +210,7 @@ def examples_of(
             if any(piece.learned and seen.token_id in piece.ids for piece in pieces):
                 raise ValueError("an answer has an image, and models are trained to write text")
         rows = [_with_images(pieces, seen, iter(grids)) for pieces in rows]
-    source = _data_source(row, data_source)
-    return [replace(_example(pieces, source, index), images=images) for pieces in rows]
+    return rows
 
 
 def _with_images(pieces: Sequence[Piece], seen: ImageInput, grids: Iterator[Grid]) -> list[Piece]:

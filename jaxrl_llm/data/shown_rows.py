@@ -1,11 +1,12 @@
 """The first training rows as tokens, for a reader: `jaxrl train --dry_run --show=3`."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 
 from jaxrl_llm.data.dataset import Sources, read_sources, source_format
-from jaxrl_llm.data.formats import learned_pieces, prompt_of
+from jaxrl_llm.data.formats import prompt_of, seen_pieces
 from jaxrl_llm.data.sources import BadRow, RawRow
+from jaxrl_llm.images import images_of
 from jaxrl_llm.tokenizer import Tokenizer
 from jaxrl_llm.turns import Piece
 
@@ -43,7 +44,7 @@ def _rows(
     row: RawRow, kind: str, purpose: str, tokenizer: Tokenizer, keep_thinking: bool
 ) -> list[list[Piece]]:
     if purpose != "prompts":
-        return learned_pieces(row.data, kind, tokenizer, keep_thinking=keep_thinking)
+        return seen_pieces(row.data, kind, tokenizer, keep_thinking=keep_thinking)
     prompt = prompt_of(row.data, kind, tokenizer, data_source="", index=row.row)
     origin = "prompt" if prompt.messages is None else "chat template"
     return [[Piece(prompt.token_ids, False, origin)]]
@@ -59,4 +60,10 @@ def _lines(row: RawRow, pieces: list[Piece], tokenizer: Tokenizer) -> Iterator[s
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    return BETWEEN.join(repr(tokenizer.decode([i], skip_special=False))[1:-1] for i in ids)
+    shown, seen = [], images_of(tokenizer)
+    for is_image, run in groupby(ids, lambda i: seen is not None and i == seen.token_id):
+        if is_image:
+            shown.append(f"<image: {len(list(run))} tokens>")
+        else:
+            shown += [repr(tokenizer.decode([i], skip_special=False))[1:-1] for i in run]
+    return BETWEEN.join(shown)

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import turn_templates as templates
+from PIL import Image
 from turn_tokenizers import open_tokenizer
 
 from jaxrl_llm.data.dataset import Sources
 from jaxrl_llm.data.shown_rows import shown_rows
+from jaxrl_llm.images import ImageInput, see_images
 from jaxrl_llm.tokenizer import CharTokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
@@ -34,6 +36,18 @@ def test_a_conversation_shows_its_turns_and_the_ends(tmp_path):
     ]
     assert shown[0].endswith(" tokens, 3 learned") or "learned" in shown[0]
     assert "<|im_end|> (" in ends and "chat template)" in ends and "files of the model)" in ends
+
+
+def test_the_tokens_of_an_image_are_one_word(tmp_path):
+    char = CharTokenizer()
+    see_images(char, ImageInput(token_id=100, size=8, patch=2, scale=2, most=2))
+    Image.new("RGB", (9, 5)).save(tmp_path / "a.png")
+    row = {"prompt": "a<image>b", "completion": "c", "images": [str(tmp_path / "a.png")]}
+    _, _, *shown, _ = lines(tmp_path, [row], "prompts", char)
+    prompt = "    prompt: a\u00b7<image: 4 tokens>\u00b7b"
+    assert shown == ["  row 0: 6 tokens, 0 learned", prompt]
+    _, _, *shown, _ = lines(tmp_path, [row], "examples", char)
+    assert shown[:3] == ["  row 0: 8 tokens, 2 learned", prompt, "    completion: [c]"]
 
 
 def test_pairs_prompts_and_bad_rows(tmp_path):

@@ -84,12 +84,6 @@ def _exchanged(x_ND: jax.Array, kernels: Kernels, plan: _Plan, axes: Axes) -> ja
     return jax.lax.fori_loop(0, plan.rounds, one_round, y_PD)
 
 
-def _exchanged_forward(
-    x_ND: jax.Array, kernels: Kernels, plan: _Plan, axes: Axes
-) -> tuple[jax.Array, Any]:
-    return _exchanged(x_ND, kernels, plan, axes), (x_ND, kernels, plan)
-
-
 def _exchanged_backward(axes: Axes, residuals: Any, gradient_PD: jax.Array) -> Any:
     """Rows are sent and multiplied again. Gradients of weights are added up in float32."""
     x_ND, kernels, plan = residuals
@@ -120,7 +114,7 @@ def _exchanged_backward(axes: Axes, residuals: Any, gradient_PD: jax.Array) -> A
     return of_x_ND, of_kernels, None
 
 
-_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+_exchanged.defvjp(lambda *operands: (_exchanged(*operands), operands[:3]), _exchanged_backward)
 
 
 def _sent(

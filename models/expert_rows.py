@@ -169,12 +169,6 @@ def _quantized(
     return grouped_matmul(x_M, weights, sizes_E)
 
 
-def _quantized_forward(
-    x_M: jax.Array, values: jax.Array, scale: jax.Array, sizes_E: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _quantized(x_M, values, scale, sizes_E), (values, scale, sizes_E)
-
-
 def _quantized_backward(residuals: Any, gradient_M: jax.Array) -> Any:
     values, scale, sizes_E = residuals
     gradient_M, weights = weights_when_due(gradient_M, values, scale)
@@ -183,7 +177,7 @@ def _quantized_backward(residuals: Any, gradient_M: jax.Array) -> Any:
     return *of_x(gradient_M), None, None, None
 
 
-_quantized.defvjp(_quantized_forward, _quantized_backward)
+_quantized.defvjp(lambda *operands: (_quantized(*operands), operands[1:]), _quantized_backward)
 
 
 def _adapted(
@@ -286,13 +280,9 @@ def permuted(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
 
 
-def _permuted_forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
-    return permuted(x, source, target), (source, target)
-
-
 def _permuted_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
     source, target = residuals
     return permuted(gradient, target, source), None, None
 
 
-permuted.defvjp(_permuted_forward, _permuted_backward)
+permuted.defvjp(lambda *operands: (permuted(*operands), operands[1:]), _permuted_backward)

@@ -88,12 +88,6 @@ def _matmul(
     return dot(x, weights, contract)
 
 
-def _matmul_forward(
-    x: jax.Array, values: jax.Array, scale: jax.Array, contract: int, dot: Dot
-) -> tuple[jax.Array, Any]:
-    return _matmul(x, values, scale, contract, dot), (values, scale)
-
-
 def _matmul_backward(
     contract: int, dot: Dot, residuals: Any, gradient: jax.Array
 ) -> tuple[jax.Array, None, None]:
@@ -104,7 +98,7 @@ def _matmul_backward(
     return jax.lax.dot_general(gradient, weights, ((last, outputs), ((), ()))), None, None
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+_matmul.defvjp(lambda *operands: (_matmul(*operands), operands[1:3]), _matmul_backward)
 
 
 def weights_when_due(

@@ -387,12 +387,6 @@ def _lookup(split: _Split | None, table_VD: jax.Array, tokens_BT: jax.Array) -> 
     return jax.lax.reduce(parts_BTD, jnp.zeros((), parts_BTD.dtype), jax.lax.add, (0,))
 
 
-def _lookup_forward(
-    split: _Split | None, table_VD: jax.Array, tokens_BT: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _lookup(split, table_VD, tokens_BT), (table_VD, tokens_BT)
-
-
 def _lookup_backward(
     split: _Split | None, residuals: Any, gradient_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -424,7 +418,7 @@ def _lookup_backward(
     return jax.lax.reduce(each_VD, jnp.zeros((), each_VD.dtype), jax.lax.add, (0,)), None
 
 
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+_lookup.defvjp(lambda *operands: (_lookup(*operands), operands[1:]), _lookup_backward)
 
 
 class MLP(Layer):

@@ -71,13 +71,6 @@ def _matmul(
     return dot(x, computed, contract)
 
 
-def _matmul_forward(
-    stored: jax.Array, x: jax.Array, computed: jax.Array, contract: int, dot: Dot
-) -> tuple[jax.Array, Any]:
-    # `stored` is kept for its shape and dtype only; nothing reads its values.
-    return _matmul(stored, x, computed, contract, dot), (stored, x, computed)
-
-
 def _matmul_backward(
     contract: int, dot: Dot, residuals: Any, gradient: jax.Array
 ) -> tuple[Any, Any, None]:
@@ -89,4 +82,5 @@ def _matmul_backward(
     return gradient_DF.reshape(stored.shape), x_gradient.reshape(x.shape), None
 
 
-_matmul.defvjp(_matmul_forward, _matmul_backward)
+# `stored` is kept for its shape and dtype only; nothing reads its values.
+_matmul.defvjp(lambda *operands: (_matmul(*operands), operands[:3]), _matmul_backward)

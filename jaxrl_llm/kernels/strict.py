@@ -114,12 +114,6 @@ def _for_each_on_cpu(run: Callable[[Any], Any], rows: Any, size: int, chunks: in
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(chunks)), step, empty)
 
 
-def _forward(
-    size: int, run: Callable[..., Any], lead: int, shared: Any, rows: Any
-) -> tuple[Any, Any]:
-    return _by_rows(size, run, lead, shared, rows), (shared, rows)
-
-
 def _backward(
     size: int, run: Callable[..., Any], lead: int, residuals: Any, gradient: Any
 ) -> tuple[Any, Any]:
@@ -134,7 +128,7 @@ def _backward(
     return jax.vjp(whole, shared, rows)[1](gradient)
 
 
-_by_rows.defvjp(_forward, _backward)
+_by_rows.defvjp(lambda *operands: (_by_rows(*operands), operands[3:]), _backward)
 
 
 @jax.custom_vjp

@@ -146,12 +146,6 @@ def attention_strict(
     return out.reshape(q_BTNH.shape)
 
 
-def _strict_forward(
-    strict: Strict, q: Array, k: Array, v: Array, visibility: Visibility
-) -> tuple[Array, tuple[Array, Array, Array, Visibility]]:
-    return attention_strict(strict, q, k, v, visibility), (q, k, v, visibility)
-
-
 def _strict_backward(
     strict: Strict, residuals: tuple[Array, Array, Array, Visibility], gradient: Array
 ) -> tuple[Array, Array, Array, None]:
@@ -163,7 +157,9 @@ def _strict_backward(
     return *jax.vjp(plain, *operands)[1](gradient), None
 
 
-attention_strict.defvjp(_strict_forward, _strict_backward)
+attention_strict.defvjp(
+    lambda *operands: (attention_strict(*operands), operands[1:]), _strict_backward
+)
 
 
 def visible_keys(

@@ -124,12 +124,6 @@ def _by_kernel(
     return y[: x_MD.shape[0], : weights_GDF.shape[2]]
 
 
-def _forward(
-    x_MD: jax.Array, weights_GDF: jax.Array, sizes_G: jax.Array, interpret: Interpret
-) -> tuple[jax.Array, Any]:
-    return _by_kernel(x_MD, weights_GDF, sizes_G, interpret), (x_MD, weights_GDF, sizes_G)
-
-
 def _backward(
     interpret: Interpret, residuals: Any, gradient_MF: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
@@ -141,4 +135,4 @@ def _backward(
     return of_x[:M, :D], of_weights[:, :D, :F], None
 
 
-_by_kernel.defvjp(_forward, _backward)
+_by_kernel.defvjp(lambda *operands: (_by_kernel(*operands), operands[:3]), _backward)

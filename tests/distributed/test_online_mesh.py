@@ -45,6 +45,8 @@ def step(config, mesh):
 def test_a_step_is_the_same_on_four_replicas():
     weighed = {"rollout_is": "sequence"}
     rejected = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1.0}
+    filtered = config_of("grpo")
+    filtered = replace(filtered, rollout=replace(filtered.rollout, top_p=0.7))
     cases = {
         "remax": config_of("remax"),
         # With seed 0 a token's advantage is 0 on one device and 1e-8 on four: it counts as clipped.
@@ -52,6 +54,7 @@ def test_a_step_is_the_same_on_four_replicas():
         "gspo": config_of("gspo", **rejected),
         "a single update": single(config_of("grpo")),
         "a single update, packed": packed(single(config_of("grpo")), 33),
+        "filters": packed(single(filtered), 33),
     }
     for name, config in cases.items():
         batch, metrics = step(config, make_mesh(devices=jax.devices()[:1]))
@@ -59,6 +62,7 @@ def test_a_step_is_the_same_on_four_replicas():
         mesh = make_mesh(2, 2, 1, devices=jax.devices()[:4])
         spread, found = step(config, mesh)
         np.testing.assert_array_equal(spread.responses, batch.responses)
+        assert found["training/rollout_probs_diff_max"] < 2e-6
         np.testing.assert_allclose(spread.advantages, batch.advantages, atol=1e-4)
         # On a mesh, packed passes count their parts as well.
         passes = {f"{name}/micro_batches" for name in ("old_log_prob", "ref")}

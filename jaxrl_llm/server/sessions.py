@@ -39,13 +39,13 @@ from jaxrl_llm.server.jobs import Choice, Job
 from jaxrl_llm.server.protocol import ApiError, Asked, Row, encoded, read_chat, values_of
 from jaxrl_llm.server.responses import ResponseAnswer, read_response
 from jaxrl_llm.server.settings import ServerSettings
-from jaxrl_llm.server.worker import Running, Wanted, Worker
+from jaxrl_llm.server.worker import Receiver, Running, Wanted, Worker
 from jaxrl_llm.tokenizer import Tokenizer
 
 MODEL = "policy"  # name of the model; requests may give any
 # Parameters that the run sets: a request may repeat them.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-REFUSED = ("stop", "stop_token_ids", "seed")  # parameters of which the trainer knows nothing
+REFUSED = ("stop_token_ids", "seed")  # parameters of which the trainer knows nothing
 
 
 @dataclass(eq=False)
@@ -83,6 +83,7 @@ class _Place:
     calls: Mapping[str, Call]  # calls of the turn by the ids that the client has
     cut: StopReason | None
     ends: bool  # the cut is a limit of the run
+    is_open: bool  # the turn has no end token
 
 
 @dataclass(eq=False)
@@ -190,8 +191,11 @@ class SessionWorker(Worker):
                 self._engine.finish(other.sequence)
         session.running.add(branch)
         if before is not None and before.status == "waiting":
-            self._engine.append(before, wanted.prompt[len(before.tokens) :], limit=wanted.limit)
-            return before
+            held = len(before.tokens)
+            if before.tokens == [*wanted.prompt[:held]]:
+                self._engine.append(before, wanted.prompt[held:], limit=wanted.limit)
+                return before
+            self._engine.finish(before)  # it has ids behind a stop text
         engine: Any = self._engine
         branch.sequence = sequence = engine.add(
             wanted.prompt,
@@ -205,6 +209,14 @@ class SessionWorker(Worker):
             held = len(branch.prompt) + len(branch.response)
             sequence.kept |= {place: ids for place, ids in before.kept.items() if place < held}
         return sequence
+
+    def _abort(self, receiver: Receiver) -> None:
+        running = self._running.get(receiver)
+        if running is not None:
+            wanted = running.wanted
+            assert isinstance(wanted, _WantedTurn)
+            wanted.session.running.discard(wanted.branch)
+        super()._abort(receiver)
 
     def _ended(self, running: Running) -> None:
         wanted = running.wanted
@@ -376,7 +388,8 @@ class SessionApplication(Application):
                 suffix = ()
                 if prompt is None:
                     stop = branch.response[-1]
-                    suffix = tuple(_suffix(style, place.calls, messages[last:], stop))
+                    end = style.end_of_turn() if place.is_open else []
+                    suffix = (*end, *_suffix(style, place.calls, messages[last:], stop))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = error if isinstance(error, ValueError) else repr(error)
             raise ApiError(400, f"body.messages: {reason}") from None
@@ -436,6 +449,7 @@ class SessionApplication(Application):
         if choice.ended and choice.error is None and not session.closed:
             self._record(session, job, turn, choice)
         if choice.ended:
+            self._worker.abort(choice)  # a stop string ends it here, and not in the engine
             turn.branch.is_open = False
         job.note_change()
 
@@ -458,8 +472,9 @@ class SessionApplication(Application):
         branch.has_tools |= bool(tools)
         ends = False
         branch.cut = None
+        is_open = job.asked.own_stops and choice.tokens[-1] not in self._tokenizer.stop_ids
         if choice.finish_reason == "length":
-            ends = number >= turn.limit
+            ends, is_open = number >= turn.limit, True
             branch.cut = turn.cut if ends else "max_turn_tokens"
         given = [call["id"] for call in message.get("tool_calls") or ()]
         session.places[key, _keys(branch.messages)] = _Place(
@@ -468,6 +483,7 @@ class SessionApplication(Application):
             dict(zip(given, parsed.calls, strict=True)) if given else {},
             branch.cut,
             ends,
+            is_open,
         )
         session.num_recorded += 1
         branch.last = session.num_recorded

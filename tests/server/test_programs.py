@@ -191,7 +191,7 @@ REFUSED = (
     + """
 def agent(row, base_url, api_key):
     assert ask(base_url, api_key, row["prompt"], temperature=1, top_p=1, seed=None).content == "a"
-    for options in ({"temperature": 0.5}, {"n": 2}, {"stop": ["a"]}, {"seed": 1}, {"top_p": 0.9}):
+    for options in ({"temperature": 0.5}, {"n": 2}, {"seed": 1}, {"top_p": 0.9}):
         try:
             ask(base_url, api_key, row["prompt"], **options)
         except openai.BadRequestError as error:
@@ -208,6 +208,33 @@ def test_other_sampling_is_refused_and_an_error_is_a_failure(tmp_path):
     assert own.failed and own.num_retries == 1 and own.reward is None
     assert own.failure.startswith("exception: RuntimeError: BadRequestError: Error code: 400")
     assert "body.temperature=0.5: the run samples with 1.0; leave it out" in own.failure
+
+
+STOPS = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    messages = list(row["prompt"])
+    answer = ask(base_url, api_key, messages, stop=["END", "x"])
+    assert answer.content == "abc ", answer
+    messages += [answer.model_dump(), {"role": "user", "content": "more"}]
+    assert ask(base_url, api_key, messages).content == "b"
+    return 1
+"""
+)
+
+
+def test_a_stop_text_is_sampled_and_ends_a_turn(tmp_path):
+    tokenizer = open_chat()
+    (own,), engine = run(tmp_path, STOPS, ("abc END of it", "b"))
+    assert (own.failure, own.num_branches, own.num_rows) == ("", 1, 1)
+    texts = [tokenizer.decode(own.response_ids[turn.start : turn.end]) for turn in own.turns]
+    assert texts[0].startswith("abc END") and len(texts[0]) < len("abc END of it")
+    assert texts[1] == "b"
+    between = own.response_ids[own.turns[0].end : own.turns[1].start]
+    assert tokenizer.decode(between, skip_special=False).startswith("<|im_end|>\n<|im_start|>user")
+    assert own.mask.count(0) == len(between) and len(own.logprobs) == len(own.response_ids)
+    assert [sequence.status for sequence in engine.sequences] == ["ended"] * 2
 
 
 BRANCHES = (
@@ -457,7 +484,10 @@ def test_a_step_of_training_has_the_log_probs_of_the_trainer(tmp_path, changes):
         messages, answers = list(row["prompt"]), []
         if row["seed"] % 3 == 0:  # the prompts of a group differ
             messages[0] = {"role": "user", "content": messages[0]["content"] + "!"}
-        for options in ({"max_tokens": 6}, {"max_tokens": 9} if several else {}):
+        for options in (
+            {"max_tokens": 6, "stop": ["9", "k"]},
+            {"max_tokens": 9} if several else {},
+        ):
             reply = await client.chat.completions.create(model="m", messages=messages, **options)
             answers.append(reply.choices[0].message.content)
             messages.append({"role": "assistant", "content": answers[-1]})

@@ -101,11 +101,13 @@ def media_of(
     place_BT: jax.Array,
     position_BT: jax.Array,
     real_BT: jax.Array,
+    samples: int | None = None,
 ) -> Media:
     """The images of rows whose token t is token `place_BT[:, t]` of sample `source_BT[:, t]`.
 
     `position_BT` is the token's number in its sequence. Tokens after the first P of a sample are
-    text. A row has room for as many images as fit into its tokens.
+    text. A row has room for the images of so many `samples`, or of all, as far as they fit into its
+    tokens.
     """
     size, width, length = images.pixels_NIncq.shape[2], images.places_NP.shape[1], place_BT.shape[1]
     at_BT = jnp.minimum(place_BT, width - 1)
@@ -113,7 +115,8 @@ def media_of(
     found_BT = jnp.where(real_BT & (place_BT < width), found_BT, -1)
     begins_BT = (found_BT >= 0) & (found_BT % size == 0)
     fewest = size if images.grids_NI2 is None else min(FEWEST_IMAGE_TOKENS, size)
-    most = min(length // fewest, images.pixels_NIncq.shape[0] * images.pixels_NIncq.shape[1])
+    all_samples, each = images.pixels_NIncq.shape[:2]
+    most = min(length // fewest, (samples or all_samples) * each)
 
     def firsts(begins_T: jax.Array) -> jax.Array:
         return jnp.nonzero(begins_T, size=most, fill_value=length)[0]

@@ -15,7 +15,9 @@ from jaxrl_llm.models.flops import image_flops
 from jaxrl_llm.models.qwen_vision import PATCHES
 from jaxrl_llm.plan.models import image_input
 
-LOGITS = 8  # bytes of a pair of patches and head, in attention that XLA computes whole
+# Bytes of a pair of patches and head, in attention that XLA computes whole, without and with a
+# gradient.
+LOGITS, LOGITS_KEPT = 6, 8
 
 
 def pixel_bytes(work: Work, samples: Samples) -> float:
@@ -44,7 +46,8 @@ def encoder_bytes(model: Model, config: Config, rows: Rows, *, update: bool) -> 
     learns = update and vision.train == "all"
     patches = _images_at_once(model, config, rows) * n * cells
     W, F = vision.hidden_size, vision.intermediate_size
-    inner = (8 * W + 3 * F) * size + LOGITS * vision.num_heads * n * cells
+    widths, logits = (8 * W + 3 * F, LOGITS_KEPT) if learns else (4 * W + 2 * F, LOGITS)
+    inner = widths * size + logits * vision.num_heads * n * cells
     again = isinstance(vision, QwenVision)  # layers are computed again in the backward pass
     layers = vision.num_layers if learns and not again else 1
     kept = vision.num_layers * W * size if learns and again else 0
@@ -84,6 +87,9 @@ def _images_at_once(model: Model, config: Config, rows: Rows) -> int:
     """Images that a pass computes together."""
     n, cells, _ = _image_shape(model, config)
     places = max(1, rows.row_tokens // n)
+    if not model.rows.micro_batch_tokens:  # a sample a row
+        samples = rows.row_tokens // config.data.max_row_length
+        places = min(places, samples * config.data.max_images)
     if isinstance(model.config.vision, QwenVision):
         return min(places, max(1, PATCHES // (n * cells)))
     return places

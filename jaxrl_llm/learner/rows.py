@@ -212,7 +212,8 @@ class Rows:
             num_replicas = len(self.tokens) // self.rows_of_replica
             source = self.source + replica[:, None] * (len(images.pixels_NIncq) // num_replicas)
         tokens = (source, self.place, self.positions, real)
-        return replace(self, media=media_of(images, *tokens))
+        samples = 1 if self.source is None else None
+        return replace(self, media=media_of(images, *tokens, samples=samples))
 
     def _ordered_ranges(
         self, ordered: Callable[..., Array], order: np.ndarray | None

@@ -50,8 +50,6 @@ VALUES = {
     "mesh.data": ("2",),
     "mesh.expert": ("2",),
     "mesh.fsdp": ("2",),
-    "mesh.generation.tensor": ("2",),
-    "mesh.passes.tensor": ("2",),
     "mesh.pipeline": ("1", "2"),
     "mesh.pipeline_micro_batches": ("2",),
     "mesh.pipeline_rounds": ("2",),

@@ -155,18 +155,11 @@ def _of_role(role: str) -> Iterator[Row]:
             yield f"actor.{name}", adapters, "routers are frozen weights and cannot learn"
 
 
-# Devices that were not compared with images. docs/vision.md lists what was.
-_UNSEEN = (
-    *(f"mesh.{axis}" for axis in AXES if axis not in ("data", "fsdp")),
-    *("mesh.generation.tensor", "mesh.passes.tensor", "placement", "node_groups"),
-)
-
 OF_THE_RUN: tuple[Row, ...] = (
     # Images.
     ("actor.vision.train", TEXT_ALONE, "no image encoder is read"),
     ("actor.vision.train", ADAPTED, "the encoder is a part of the frozen weights"),
     *((IMAGES, each, "sessions of the engine take tokens alone") for each in _BY_SESSIONS),
-    *((IMAGES, each, "this was not compared with images") for each in _UNSEEN),
     # The order of prompts.
     ("data.priority", OFFLINE, "an offline run scores no answers"),
     ("data.priority", "data.shuffle", "prompts are drawn at random"),

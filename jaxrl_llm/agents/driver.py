@@ -196,8 +196,11 @@ class Driver:
         trajectories = [done[id_of(sample)] for sample in samples]
         if not self._settings.forks:
             return trajectories
-        most = self._settings.budgets.max_response_length
-        return joined([(each, self._rows_of(each)) for each in trajectories], most)
+        return joined(
+            [(each, self._rows_of(each)) for each in trajectories],
+            most_prompt=self._settings.max_prompt_length or self._settings.budgets.max_context,
+            most=self._settings.budgets.max_response_length,
+        )
 
     def _rows_of(self, trajectory: Trajectory) -> list[Row]:
         """The rows that are kept, the last ones."""

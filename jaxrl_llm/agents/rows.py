@@ -53,12 +53,13 @@ def draws_of(own: Any, sample_id: int, count: int, ids: Ids) -> tuple[np.ndarray
 Sampled = tuple[Trajectory, Sequence[Row]]  # a trajectory without its ids, and its rows
 
 
-def joined(sampled: Sequence[Sampled], most: int) -> list[Trajectory]:
+def joined(sampled: Sequence[Sampled], *, most_prompt: int, most: int) -> list[Trajectory]:
     """Trajectories whose groups have one prompt each: the ids that all their first rows begin with.
 
-    What the first row's prompt has further belongs to the response, as an observation. Where a
-    response would be longer than `most`, earliest rows are left out. Of a last row that is too long
-    the end is left out. To drop the sample would favour short answers.
+    Of these it has `most_prompt` at most. What the first row's prompt has further belongs to the
+    response, as an observation. Where a response would be longer than `most`, earliest rows are
+    left out. Of a last row that is too long the end is left out. To drop the sample would favour
+    short answers.
     """
     rows = [[*own] for _, own in sampled]
     while True:
@@ -66,7 +67,7 @@ def joined(sampled: Sequence[Sampled], most: int) -> list[Trajectory]:
         for (trajectory, _), own in zip(sampled, rows, strict=True):
             for first in own[:1]:
                 known = prompts.get(trajectory.group, first.prompt)
-                prompts[trajectory.group] = _common(known, first.prompt)
+                prompts[trajectory.group] = _common(known, first.prompt)[:most_prompt]
         too_long = [
             own
             for (trajectory, _), own in zip(sampled, rows, strict=True)

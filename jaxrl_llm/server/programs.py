@@ -90,8 +90,11 @@ class Programs:
         rules = self._rules
         worker = SessionWorker(engines)
         settings = ServerSettings(port=0, answer_s=rules.timeout_s)
+        # A prompt of several rows may be longer: its end is then a part of the response.
+        several = rules.max_rows > 1
+        most_prompt = rules.budgets.max_context - 1 if several else rules.max_prompt_length
         application = SessionApplication(
-            worker, self._tokenizer, rules.budgets, rules.max_prompt_length, rules.sampling,
+            worker, self._tokenizer, rules.budgets, most_prompt, rules.sampling,
             settings, forks=rules.forks,
         )  # fmt: skip
         done: dict[str, Sampled] = {}
@@ -120,8 +123,11 @@ class Programs:
                     done[id_of(live.sample)] = _sampled(
                         live, session, answer, error, rules.max_rows
                     )
-        most = rules.budgets.max_response_length
-        return joined([done[id_of(sample)] for sample in samples], most)
+        return joined(
+            [done[id_of(sample)] for sample in samples],
+            most_prompt=rules.max_prompt_length,
+            most=rules.budgets.max_response_length,
+        )
 
     def _begin(
         self, application: SessionApplication, url: str, live: _Live, *, alone: bool = False

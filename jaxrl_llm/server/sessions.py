@@ -422,8 +422,8 @@ class SessionApplication(Application):
                 self._end_at(session, "context_overflow")
             raise ApiError(
                 400,
-                f"the prompt has {len(ids)} tokens, and config.data.max_prompt_length is "
-                f"{self._most_prompt}",
+                f"the prompt has {len(ids)} tokens, and the run takes {self._most_prompt}: see "
+                "config.data.max_prompt_length",
                 code="context_length_exceeded",
             )
         return Branch(ids)

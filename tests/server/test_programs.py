@@ -237,6 +237,28 @@ def test_a_stop_text_is_sampled_and_ends_a_turn(tmp_path):
     assert [sequence.status for sequence in engine.sequences] == ["ended"] * 2
 
 
+LONG = (
+    BEGIN
+    + """
+def agent(row, base_url, api_key):
+    for text in ("one " * 40, "two " * 40):
+        ask(base_url, api_key, [{"role": "user", "content": text}])
+    return 1
+"""
+)
+
+
+def test_a_prompt_of_several_rows_may_be_longer(tmp_path):
+    """Its end stands in the response. With one row it is refused."""
+    sizes = {"data.max_prompt_length": 20}
+    (own,), engine = run(tmp_path, LONG, ("a", "b"), **{"rollout.max_rows": 2}, **sizes)
+    first, second = (tuple(sequence.tokens) for sequence in engine.sequences)
+    assert (own.failure, own.num_rows, len(own.prompt_ids)) == ("", 2, 20)
+    assert own.prompt_ids + own.response_ids == first + second
+    (refused,), _ = run(tmp_path, LONG, ("a", "b"), **sizes)
+    assert refused.failed and "tokens, and the run takes 20" in refused.failure
+
+
 BRANCHES = (
     BEGIN
     + """
@@ -449,11 +471,14 @@ def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
         ids = {"prompt": prompt, "response": response, "mask": mask, "logprobs": logprobs}
         return whole, [Row(**ids, turns=turns)]
 
-    one, other = joined([of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8))], 4)
+    samples = [of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8))]
+    one, other = joined(samples, most_prompt=9, most=4)
     assert (one.prompt_ids, one.response_ids, one.mask) == ((1, 2), (3, 5, 6, 7), (0, 1, 1, 0))
     assert one.logprobs == (0, 0, -0.1, -0.2)
     assert [(t.start, t.end) for t in one.turns] == [(1, 3)] and one.shortened
     assert other.prompt_ids == (1, 2) and len(other.response_ids) == 4 and not other.shortened
+    (short, _) = joined(samples, most_prompt=1, most=9)
+    assert (short.prompt_ids, short.response_ids) == ((1,), (2, 3, 5, 6, 7, 8))
 
 
 # Ahead on devices of their own, by a policy that stays as it is.

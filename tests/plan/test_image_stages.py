@@ -27,6 +27,7 @@ from jaxrl_llm.learner.forward import (
     response_token_scores,
     response_values,
 )
+from jaxrl_llm.models.base import merge_adapters
 from jaxrl_llm.observability.timing import Timer
 from jaxrl_llm.plan.offline import plan_offline
 from jaxrl_llm.plan.roles import Role
@@ -81,6 +82,25 @@ def test_critic_and_reward_model_see_images(model, tokens):
     assert float(optax.tree.norm(gradient["vision"])) > 0.01 * norm
     moved = jax.tree.map(lambda a, b: (a != b).any(), weights, after["critic"].params)
     assert any(jax.tree.leaves(moved["vision"]))
+
+
+def test_a_critic_of_adapters_sees_images():
+    """Actor and critic share the frozen base, and with it the encoder."""
+    config = image_config("qwen2_5_vl", "none", c.PPO())
+    lora = c.LoraConfig(rank=2, alpha=4.0)
+    actor, critic = (replace(x, lora=lora) for x in (config.actor, config.critic))
+    config = packed(replace(config, actor=actor, critic=critic), 40)
+    phase, first, _, batch, metrics = image_step(config)
+    assert metrics["training/rollout_probs_diff_max"] < 1e-6
+    role = phase.roles["critic"]
+    spec, params = merge_adapters(role.spec, role.params_in(first), "float32")
+    values = by_sample(
+        lambda rows: response_values(params, rows, spec=spec, settings=PLAIN),
+        batch,
+        token_id(role),
+    )
+    mask = np.asarray(batch.mask)
+    np.testing.assert_allclose(batch.values * mask, values * mask, atol=1e-5)
 
 
 def test_teachers_and_greedy_answers_see_images():

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.distributed.layout import Layout, layout_in_scope
 from jaxrl_llm.distributed.sharding import LogicalAxis
 from jaxrl_llm.kernels.float8 import FLOAT8, Scaled, gated_float8, rms_norm_float8, to_float8
+from jaxrl_llm.kernels.hopper import on_gpu
 from jaxrl_llm.kernels.strict import strict_in_scope
 from jaxrl_llm.kernels.strict_matmul import fits as strict_matmul_fits
 from jaxrl_llm.kernels.strict_matmul import strict_dot
@@ -157,6 +158,8 @@ def multiply(
     matmul: Any = dot
     if isinstance(kernel, Quantized):
         return quantized_matmul(kernel.joined(contract) if joined else kernel, x, contract, dot)
+    if isinstance(kernel, jax.Array) and not on_gpu():
+        kernel = Weight(kernel, kernel)  # see weight.py: the gradient's matmul is faster
     if isinstance(kernel, Weight):
         matmul, kernel = partial(weight_matmul, kernel, dot=dot), kernel.computed
     if joined:

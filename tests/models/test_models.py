@@ -26,7 +26,7 @@ from jaxrl_llm.models.base import (
     quantize_projections,
     scalar_params_from,
 )
-from jaxrl_llm.models.layers import Projection
+from jaxrl_llm.models.layers import Projection, multiply
 from jaxrl_llm.models.rope import LinearRope
 from jaxrl_llm.models.shapes import num_parameters
 
@@ -415,6 +415,24 @@ def test_a_frequent_token_s_gradients_add_up_in_float32():
     counts = np.bincount(np.asarray(tokens).reshape(-1), minlength=TINY.vocab_size)
     expected = counts[:, None] * np.asarray(weights, np.float64)
     np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, rtol=2**-8)
+
+
+def test_the_gradient_of_a_kernel_is_the_transposed_input_times_g():
+    """jax's own rule transposes g, which XLA's CPU backend writes column by column."""
+    x = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    kernel = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
+
+    def loss(x, kernel):
+        return jnp.sum(jnp.sin(multiply(x, kernel, 1)))
+
+    gradients = jax.grad(loss, (0, 1))
+    text = str(jax.make_jaxpr(gradients)(x, kernel))
+    assert "f32[3,5] = dot_general" in text and "f32[5,3]" not in text
+    g = np.cos(np.float64(x) @ kernel)
+    for found, expected in zip(
+        gradients(x, jnp.asarray(kernel)), (g @ kernel.T, np.einsum("btd,btf->df", x, g)), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_scalar_model_copies_the_decoder_of_a_tied_model_and_starts_at_zero():

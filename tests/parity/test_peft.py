@@ -135,8 +135,8 @@ def test_peft_computes_the_same(tmp_path, kind):
     expected = {peft_name(name): p.grad.numpy() for name, p in learned.items()}
     found = tensors_of(spec, grads)
     assert found.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], atol=atol, err_msg=name)
+    for name in expected:  # the largest gradients are above 5
+        np.testing.assert_allclose(found[name], expected[name], 1e-5, atol, err_msg=name)
 
     adam.step()
     ours = optax.adam(RATE, eps=1e-4)

@@ -430,7 +430,9 @@ def test_the_gradient_of_a_kernel_is_the_transposed_input_times_g():
     assert "f32[3,5] = dot_general" in text and "f32[5,3]" not in text
     g = np.cos(np.float64(x) @ kernel)
     for found, expected in zip(
-        gradients(x, jnp.asarray(kernel)), (g @ kernel.T, np.einsum("btd,btf->df", x, g)), strict=True
+        gradients(x, jnp.asarray(kernel)),
+        (g @ kernel.T, np.einsum("btd,btf->df", x, g)),
+        strict=True,
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 

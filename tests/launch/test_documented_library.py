@@ -66,8 +66,11 @@ def test_the_documented_programs_run(program, tmp_path):
     assert (folder / "tokenizer.json").is_file() or (folder / "config.json").is_file()
 
 
-def test_the_notebook_is_stored_without_outputs():
+def test_the_notebook_is_stored_with_the_outputs_of_a_run_that_learned():
     notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())
     assert notebook["nbformat"] == 4
-    for cell in notebook["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    (log,) = (o["text"] for cell in cells for o in cell["outputs"] if o["output_type"] == "stream")
+    (accuracy,) = re.findall(r"acc/mean@1  (\S+) -> (\S+)", "".join(log))
+    assert float(accuracy[1]) > float(accuracy[0]) + 0.1

@@ -207,11 +207,13 @@ def test_the_command(folder, model):
 
 def test_it_serves_after_ctrl_c_and_ends_with_close(model):
     """Until Python 3.13 a `join` that Ctrl-C ends says the thread ended; `close` did not wait."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores Ctrl-C
     with model.serve(port=0) as server:
         timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             server.wait()
+        signal.signal(signal.SIGINT, handler)
         client = openai.OpenAI(base_url=server.url, api_key="none")
         assert client.models.list().data[0].id == model.name
         threads = {thread for thread in threading.enumerate() if thread.name == "server"}

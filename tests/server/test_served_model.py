@@ -210,8 +210,8 @@ def test_it_serves_after_ctrl_c_and_ends_with_close(model):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores Ctrl-C
     with model.serve(port=0) as server:
         timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             server.wait()
         signal.signal(signal.SIGINT, handler)
         client = openai.OpenAI(base_url=server.url, api_key="none")

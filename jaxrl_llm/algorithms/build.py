@@ -162,9 +162,9 @@ def _of_completions(s: c.FromTeacher) -> c.Composed:
 
 
 def _with(fn: Callable[..., Any], s: c.AlgorithmSettings) -> Callable[..., Any]:
-    """`fn` with those settings of `s` that are its keyword-only parameters."""
+    """`fn` with the settings that its keyword-only parameters name; each must be one of `s`."""
     parameters = inspect.signature(fn).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and hasattr(s, p.name)]
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return Partial(fn, **{name: getattr(s, name) for name in names}) if names else fn
 
 
@@ -275,9 +275,11 @@ def simpo(s: c.SimPO) -> OfflineAlgorithm:
 
 def cpo(s: c.CPO) -> OfflineAlgorithm:
     _check_smoothing(s.form, s.label_smoothing, ("sigmoid",))
-    loss = preference_losses.cpo_normalised if s.form == "ipo" else preference_losses.cpo
+    loss = _with(preference_losses.cpo, s)
+    if s.form == "ipo":
+        loss = Partial(preference_losses.cpo_normalised, beta=s.beta, form=s.form)
     return OfflineAlgorithm(
-        loss=_with(loss, s),
+        loss=loss,
         token_loss=preference_losses.chosen_nll if s.cpo_alpha else None,
         token_loss_coef=s.cpo_alpha,
     )

@@ -445,7 +445,7 @@ class MLflow:
             self._refused |= new
             # A name that is refused in every step is reported once, and takes no other with it.
             if new or len(refused) == len(batch):
-                raise next(refused[name] for name in refused) from None
+                raise refused[min(new or refused)] from None
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._id, text, f"{name}/{step:08d}.md")

@@ -289,7 +289,7 @@ def test_grpo_losses(name):
     fields = with_advantages(case())
     algorithm, settings = GRPO[name]
     settings = {"epsilon_low": 0.2} | settings
-    if name == "off-policy mask":  # of the samples that the policy left, more are bad then
+    if name == "off-policy mask":  # more of the samples that the policy left get a bad advantage
         fields["advantages"] = -fields["advantages"]
     expected, gradient, recorded = their_loss(
         grpo.GRPOTrainer, fields, loss_type=LOSS_TYPE.get(name, name), **settings

@@ -122,9 +122,11 @@ def test_clipped_ratio_exactly_on_its_bound(name):
     bounds = {"clip_low": 1.0 - float(ratio[0, 1]), "clip_high": float(ratio[0, 0]) - 1.0}
     old, advantages = np.full_like(ratio, -1.0), np.float32([[2.0, 2.0], [-1.0, -1.0]])
     others = map(jnp.asarray, (old, advantages, np.ones_like(ratio)))
-    value, gradient = value_and_gradient(partial(loss, **bounds), old + log_ratio, *others)
+    fn = partial(loss, **bounds)
+    (value, metrics), gradient = results_and_gradient(fn, old + log_ratio, *others)
     np.testing.assert_allclose(value, -advantages * ratio, rtol=1e-6)
     np.testing.assert_allclose(gradient, -advantages * ratio, rtol=1e-6)
+    np.testing.assert_array_equal(metrics["actor/pg_clipfrac"], 0.0)
 
 
 def test_log_ratio_exactly_on_its_clamp():
@@ -142,8 +144,9 @@ def test_dual_clip_exactly_on_its_bound():
     old = np.float32([[-2.0]])
     others = map(jnp.asarray, (old, np.float32([[-1.0]]), np.ones_like(old)))
     loss = partial(ppo_clip, clip_c=float(ratio))
-    value, gradient = value_and_gradient(loss, old + 1.5, *others)
+    (value, metrics), gradient = results_and_gradient(loss, old + 1.5, *others)
     np.testing.assert_allclose([value, gradient], [[[ratio]], [[0.5 * ratio]]], rtol=1e-6)
+    np.testing.assert_array_equal(metrics["actor/pg_clipfrac_lower"], 0.0)
 
 
 def test_sequence_losses_exactly_on_their_bounds():
@@ -257,8 +260,9 @@ def test_value_loss_of_an_unchanged_critic_and_on_its_bound():
     moved = values + np.float32([[0.0, 0.5, -0.5]])
     others = map(jnp.asarray, (values, np.float32([[2.0, 0.0, 2.0]]), np.ones_like(values)))
     loss = partial(clipped_value_loss, cliprange=0.5)
-    value, gradient = value_and_gradient(loss, moved, *others)
+    (value, metrics), gradient = results_and_gradient(loss, moved, *others)
     np.testing.assert_array_equal(value, [[0.5, 1.125, 1.125]])
+    np.testing.assert_array_equal(metrics["critic/vf_clipfrac"], 0.0)
     # On a bound verl and torch split the gradient of max(min(V, upper), lower) in halves.
     np.testing.assert_array_equal(gradient, [[-1.0, 0.75 * 1.5, -0.75 * 1.5]])
 

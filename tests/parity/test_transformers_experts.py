@@ -3,14 +3,12 @@
 Log-probs come from the learner, in padded and in packed rows.
 """
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from further import further
+from golden import make_goldens
 from packaging.version import Version
 from safetensors.numpy import load_file
 from tiny_iteration import random_params
@@ -33,11 +31,6 @@ from jaxrl_llm.tokenizer import CharTokenizer
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
-
-_path = Path(__file__).parents[1] / "golden" / "make_goldens.py"
-_spec = importlib.util.spec_from_file_location("make_goldens", _path)
-make_goldens = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make_goldens)
 
 FAMILIES = ["qwen3_moe_window", "mixtral_tied", "olmoe_gqa", "gpt_oss"]
 FAMILIES += ["deepseek_v3", "deepseek_v3_plain", "glm4_moe_lite"]
@@ -94,7 +87,7 @@ def as_folder(spec, tree, like, path):
     return found
 
 
-# Padded rows of all families: tests/parity/test_transformers_roundtrip.py.
+# Padded rows of all families: the goldens of tests/models/test_models.py.
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_logprobs_gradients_and_balance_equal(folder, packed, tmp_path):
     path, model = folder

@@ -1,12 +1,10 @@
 """Newer families against transformers: packed and padded rows, gradients, greedy generation."""
 
-import importlib.util
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import make_goldens
 
 from jaxrl_llm.generation.engine import generate
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -19,11 +17,6 @@ from jaxrl_llm.models.base import bind, model_spec
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[parity]'")
 pytestmark = pytest.mark.torch
-
-_path = Path(__file__).parents[1] / "golden" / "make_goldens.py"
-_spec = importlib.util.spec_from_file_location("make_goldens", _path)
-make_goldens = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make_goldens)
 
 NAMES = [
     *("smollm3", "granite", "phi3_window", "phi3_partial_longrope"),

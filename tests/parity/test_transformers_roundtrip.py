@@ -1,16 +1,19 @@
 """What we export, transformers opens: the same tensors, the same logits. And the way back."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from golden import make_goldens
+from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, tiny_config, with_rule, write_directory
 
 from jaxrl_llm.checkpoint.huggingface import export, import_params, load_model_config
 from jaxrl_llm.kernels.flash_attention import attention
+from jaxrl_llm.models import families
 from jaxrl_llm.models.base import ModelSpec, Params, bind, model_spec
 from jaxrl_llm.tokenizer import CharTokenizer
 
@@ -106,6 +109,31 @@ def test_what_transformers_writes(tmp_path, case):
     original = load_file(first / "model.safetensors")
     assert back.keys() == original.keys()
     assert all(back[name].tobytes() == original[name].tobytes() for name in back)
+
+
+@pytest.mark.parametrize("name", make_goldens.CASES)
+def test_goldens_are_the_logits_of_this_transformers(tmp_path, name):
+    """Under the config of the case and under ours: tests/models/test_models.py reads the goldens.
+
+    Each config comes back as this version of transformers writes it, not as the case spells it.
+    """
+    golden = np.load(Path(make_goldens.__file__).with_name(f"{name}.npz"))
+    hf, weights = json.loads(str(golden["config"])), "weights/"
+    _, kind = families.find_architecture(hf)
+    config = families.config_from_hf(hf).for_context(golden["tokens"].shape[1])
+    save_file(
+        {k.removeprefix(weights): golden[k] for k in golden if k.startswith(weights)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    for written in (hf, families.to_hf_config(config, kind) | {"pad_token_id": 0}):
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        cls = getattr(transformers, written["architectures"][0])
+        model = cls.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+        found = make_goldens.logits(model.eval(), golden["tokens"])
+        np.testing.assert_allclose(found, golden["logits"], atol=1e-4)
+        again = model.config.to_dict() | {"architectures": written["architectures"]}
+        assert families.config_from_hf(again).for_context(golden["tokens"].shape[1]) == config
 
 
 def test_tokenizer_chat_template_and_generation_config(tmp_path):

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from jaxrl_llm.agents.drift import drift_of
 from jaxrl_llm.agents.environments import Observation, Step
-from jaxrl_llm.agents.rows import Row
 from jaxrl_llm.agents.styles import Message, Style
 from jaxrl_llm.agents.tools import Result, Schema, checked, cut_middle, error_text, shares
-from jaxrl_llm.agents.trajectory import Drift, StopReason, Turn
+from jaxrl_llm.agents.trajectory import Drift, Row, StopReason, Turn
 from jaxrl_llm.tokenizer import Tokenizer
 
 EngineStop = Literal["stop", "length", "context", "aborted"]
@@ -47,7 +46,7 @@ class Append:
 
     ids: list[int]
     limit: int
-    is_prompt: bool = False  # the ids are the prompt of a new row
+    ended: Row | None = None  # row that ends here; the ids are the prompt of the next one
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,12 @@ class Conversation:
         """`steps`: an environment answers turns without calls. `stateful`: calls change one.
 
         `forks`: a row begins where the template drops thinking. `prompt`, `response` and `mask` are
-        the last row's, and `rows` are the ones before.
+        the last row's.
         """
         self._tokenizer, self._style, self._budgets = tokenizer, style, budgets
         self._tools, self._steps, self._stateful = dict(tools or {}), steps, steps or stateful
         self._forks = forks
-        self.rows: list[Row] = []
+        self._first = 0  # place in `turns` of the last row's first turn
         self.prompt: list[int] = []
         self.response: list[int] = []
         self.mask: list[int] = []
@@ -99,7 +98,7 @@ class Conversation:
     @property
     def own_turns(self) -> list[Turn]:
         """The turns of the last row."""
-        return self.turns[sum(len(row.turns) for row in self.rows) :]
+        return self.turns[self._first :]
 
     @property
     def limit(self) -> int:
@@ -256,12 +255,14 @@ class Conversation:
         """The next turn begins a row, if it fits with one token to sample."""
         if len(prompt) >= self._budgets.max_context:
             return End("context_overflow")
-        ids: dict[str, Any] = {"response": self.response, "mask": self.mask, "logprobs": ()}
-        self.rows.append(Row(prompt=tuple(self.prompt), **ids, turns=self.own_turns))
+        ended = Row(
+            prompt=self.prompt, response=self.response, mask=self.mask, turns=self.own_turns
+        )
         self.prompt, self.response, self.mask = prompt, [], []
+        self._first = len(self.turns)
         self.messages += messages
         self._thinking = self._style.parser.opens_thinking(prompt)
-        return Append(prompt, self.limit, is_prompt=True)
+        return Append(prompt, self.limit, ended)
 
 
 def _answer(text: str, thinking: str, turn: Turn) -> Message:

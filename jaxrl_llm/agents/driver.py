@@ -16,11 +16,11 @@ from jaxrl_llm.agents.conversation import Append, Budgets, Conversation, End
 from jaxrl_llm.agents.drift import MEASURED
 from jaxrl_llm.agents.environments import EnvironmentInfo
 from jaxrl_llm.agents.observations import Observations, digest_of
-from jaxrl_llm.agents.rows import Row, draws_of, joined
+from jaxrl_llm.agents.rows import draws_of, joined
 from jaxrl_llm.agents.sessions import Action, Answer, Calls, Grade, Reset, Say, Value
 from jaxrl_llm.agents.styles import ChatStyle, PlainStyle, Style
 from jaxrl_llm.agents.tools import Schema
-from jaxrl_llm.agents.trajectory import UNGRADED, StopReason, Trajectory
+from jaxrl_llm.agents.trajectory import UNGRADED, Row, StopReason, Trajectory
 from jaxrl_llm.agents.workers import Job, Tools
 from jaxrl_llm.references import nearest
 from jaxrl_llm.rewards.calling import CallError
@@ -112,7 +112,7 @@ class _Live:
     conversation: Conversation | None = None
     beginning: Any = None
     sequence: Any = None
-    earlier: list[Any] = field(default_factory=list)  # sequences of earlier rows
+    rows: list[Row] = field(default_factory=list)  # rows before the last
     history: list[tuple[Action, Value]] = field(default_factory=list)
     num_answers: int = 0
     digest: str = ""  # stands for the actions so far, and for what they depend on
@@ -150,7 +150,6 @@ class Driver:
         self._live: dict[int, _Live] = {}  # by the identity of the sequence
         self._open: set[_Live] = set()  # samples that have not ended
         self._finished: list[Trajectory] = []
-        self._earlier: dict[str, list[Row]] = {}  # earlier rows of trajectories
         self._sessions = 0
 
     @property
@@ -197,24 +196,10 @@ class Driver:
         if not self._settings.forks:
             return trajectories
         return joined(
-            [(each, self._rows_of(each)) for each in trajectories],
+            trajectories,
             most_prompt=self._settings.max_prompt_length or self._settings.budgets.max_context,
             most=self._settings.budgets.max_response_length,
         )
-
-    def _rows_of(self, trajectory: Trajectory) -> list[Row]:
-        """The rows that are kept, the last ones."""
-        if not trajectory.turns:
-            return []
-        last = Row(
-            prompt=trajectory.prompt_ids,
-            response=trajectory.response_ids,
-            mask=trajectory.mask,
-            logprobs=trajectory.logprobs,
-            turns=trajectory.turns,
-            sequence=trajectory.sequences[0],
-        )
-        return [*self._earlier.pop(trajectory.id, ()), last][-self._settings.max_rows :]
 
     def add(self, engine: Engine, sample: Sample) -> None:
         """Begin a sample. Raises ValueError for a row that names no environment or tool here."""
@@ -364,20 +349,20 @@ class Driver:
             return
         if isinstance(next_, End):
             self._end(engine, live, next_.reason)
-        elif next_.is_prompt:
-            self._fork(engine, live, next_)
+        elif next_.ended is not None:
+            self._fork(engine, live, next_, next_.ended)
         else:
             engine.append(live.sequence, next_.ids, limit=next_.limit)
 
-    def _fork(self, engine: Engine, live: _Live, begun: Append) -> None:
+    def _fork(self, engine: Engine, live: _Live, begun: Append, ended: Row) -> None:
         """Let a sample go on in a new row, with draws of its own."""
         engine.finish(live.sequence)
         del self._live[id(live.sequence)]
-        live.earlier.append(live.sequence)
+        live.rows.append(_recorded(ended, live.sequence))
         options = dict(live.sample.options)
         if "seed_key" in options:
             own = options["seed_key"], options["sample_id"]
-            options["seed_key"], _ = draws_of(*own, len(live.earlier), tuple(begun.ids))
+            options["seed_key"], _ = draws_of(*own, len(live.rows), tuple(begun.ids))
         live.sequence = engine.add(
             begun.ids, limit=begun.limit, beginning=live.beginning, **options
         )
@@ -492,32 +477,28 @@ class Driver:
         sequence, conversation, sample = live.sequence, live.conversation, live.sample
         self._end_session(live)
         self._open.remove(live)
-        logprobs: Sequence[float] = ()
         if sequence is not None:
             del self._live[id(sequence)]
-            logprobs = sequence.logprobs[sequence.num_prompt :]
             if sequence.status == "waiting":
                 engine.finish(sequence)
             elif sequence.status != "ended":
                 engine.abort(sequence)
-        prompt_ids = conversation.prompt if conversation else sample.prompt.token_ids
-        response, mask = _response(conversation, sequence, reason)
-        if live.earlier and conversation is not None:
-            self._earlier[id_of(sample)] = [
-                replace(row, logprobs=before.logprobs[before.num_prompt :], sequence=before)
-                for row, before in zip(conversation.rows, live.earlier, strict=True)
-            ]
+        prompt = conversation.prompt if conversation else sample.prompt.token_ids
+        last = Row(prompt=tuple(prompt), response=(), mask=(), turns=())
+        if conversation is not None and sequence is not None:
+            last = _last_row(conversation, sequence, reason)
+        rows = [*live.rows, last] if last.turns else []
         is_measured = sample.sample < MEASURED and reason not in UNGRADED
         self._finished.append(
             Trajectory(
                 id=id_of(sample),
                 sample=sample.sample,
                 group=sample.group,
-                prompt_ids=tuple(prompt_ids),
-                response_ids=tuple(response),
-                mask=tuple(mask),
-                logprobs=tuple(logprobs),
-                turns=tuple(conversation.own_turns if conversation else ()),
+                prompt_ids=tuple(last.prompt),
+                response_ids=tuple(last.response),
+                mask=tuple(last.mask),
+                logprobs=tuple(last.logprobs),
+                turns=tuple(last.turns),
                 final_reward=live.reward,
                 stop_reason=reason,
                 failure=failure,
@@ -526,24 +507,31 @@ class Driver:
                 messages=tuple(conversation.messages if conversation else ()),
                 text=conversation.text if conversation else "",
                 has_tools=bool(conversation and conversation.has_tools),
-                num_branches=1 + len(live.earlier) if self._settings.forks else 0,
+                num_branches=1 + len(live.rows) if self._settings.forks else 0,
                 drift=conversation.drift() if conversation and is_measured else None,
                 tool_s=live.tool_s,
-                sequences=() if sequence is None else (sequence,),
+                rows=tuple(rows[-self._settings.max_rows :]),
             )
         )
 
 
-def _response(
-    conversation: Conversation | None, sequence: Any, reason: StopReason
-) -> tuple[list[int], list[int]]:
-    """The response and its mask. A turn that was aborted counts as far as it was sampled."""
-    if conversation is None or sequence is None:
-        return [], []
+def _last_row(conversation: Conversation, sequence: Any, reason: StopReason) -> Row:
+    """The row that ended last. A turn that was aborted counts as far as it was sampled."""
     cut = sequence.tokens[sequence.num_prompt + len(conversation.response) :]
     if reason != "aborted":
         assert not cut, "the engine has ids that the conversation has not"
-    return conversation.response + cut, conversation.mask + [1] * len(cut)
+    row = Row(
+        prompt=tuple(conversation.prompt),
+        response=conversation.response + cut,
+        mask=conversation.mask + [1] * len(cut),
+        turns=conversation.own_turns,
+    )
+    return _recorded(row, sequence)
+
+
+def _recorded(row: Row, sequence: Any) -> Row:
+    """The row with what the engine recorded of it."""
+    return replace(row, logprobs=sequence.logprobs[sequence.num_prompt :], sequence=sequence)
 
 
 def columns_of(sample: Sample, seed: int) -> dict[str, Any]:

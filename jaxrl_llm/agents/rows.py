@@ -15,62 +15,46 @@ each with its whole prompt, as ids that were observed. `Trajectory.row_starts` s
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.agents.styles import Message
-from jaxrl_llm.agents.trajectory import Trajectory, Turn
+from jaxrl_llm.agents.trajectory import Row, Trajectory
 
 Ids = tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A prompt, and what was sampled and observed behind it."""
-
-    prompt: Ids
-    response: Sequence[int]
-    mask: Sequence[int]
-    logprobs: Sequence[float]
-    turns: Sequence[Turn]  # places count from the response; rows that fork share turns
-    messages: Sequence[Message] = ()
-    sequence: Any = None  # its ids in the engine
 
 
 def draws_of(own: Any, sample_id: int, count: int, ids: Ids) -> tuple[np.ndarray, str]:
     """The key of the draws behind these ids, uint32 [2], and a name for them.
 
-    It follows from the sample's key and from how often the sample began there, never from a clock.
+    It follows from the sample's key, the ids, and how many rows or turns of the sample came before
+    (`count`), never from a clock.
     """
     parts = np.asarray(own, np.uint32).tobytes(), sample_id, count, ids
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
     return np.frombuffer(digest.digest()[:8], np.uint32), digest.hexdigest()
 
 
-Sampled = tuple[Trajectory, Sequence[Row]]  # a trajectory without its ids, and its rows
+def joined(trajectories: Sequence[Trajectory], *, most_prompt: int, most: int) -> list[Trajectory]:
+    """The trajectories with the ids of their rows. Those of a group have one prompt.
 
-
-def joined(sampled: Sequence[Sampled], *, most_prompt: int, most: int) -> list[Trajectory]:
-    """Trajectories whose groups have one prompt each: the ids that all their first rows begin with.
-
-    Of these it has `most_prompt` at most. What the first row's prompt has further belongs to the
-    response, as an observation. Where a response would be longer than `most`, earliest rows are
-    left out. Of a last row that is too long the end is left out. To drop the sample would favour
-    short answers.
+    The prompt is what all first rows of the group begin with, at most `most_prompt` ids. What a
+    first row's prompt has further belongs to the response, as an observation. Where a response
+    would be longer than `most`, its earliest rows are left out. Where the last row alone is too
+    long, its end is left out: to drop the sample would favour short answers.
     """
-    rows = [[*own] for _, own in sampled]
+    rows = [[*trajectory.rows] for trajectory in trajectories]
     while True:
         prompts: dict[int, Ids] = {}
-        for (trajectory, _), own in zip(sampled, rows, strict=True):
+        for trajectory, own in zip(trajectories, rows, strict=True):
             for first in own[:1]:
                 known = prompts.get(trajectory.group, first.prompt)
                 prompts[trajectory.group] = _common(known, first.prompt)[:most_prompt]
         too_long = [
             own
-            for (trajectory, _), own in zip(sampled, rows, strict=True)
+            for trajectory, own in zip(trajectories, rows, strict=True)
             if len(own) > 1 and _length(own) - len(prompts[trajectory.group]) > most
         ]
         if not too_long:
@@ -79,11 +63,11 @@ def joined(sampled: Sequence[Sampled], *, most_prompt: int, most: int) -> list[T
             del own[0]
     return [
         _joined(trajectory, own, prompts[trajectory.group], most) if own else trajectory
-        for (trajectory, _), own in zip(sampled, rows, strict=True)
+        for trajectory, own in zip(trajectories, rows, strict=True)
     ]
 
 
-def _common(one: Ids, other: Ids) -> Ids:
+def _common(one: Sequence[int], other: Sequence[int]) -> Ids:
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return tuple(i for i, _ in pairs)
 
@@ -133,5 +117,5 @@ def _joined(trajectory: Trajectory, rows: Sequence[Row], prompt: Ids, most: int)
         messages=tuple(messages),
         row_starts=tuple(starts),
         shortened=len(ids) > most,
-        sequences=tuple(row.sequence for row in rows),
+        rows=tuple(rows),
     )

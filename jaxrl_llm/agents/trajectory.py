@@ -46,6 +46,19 @@ class Drift(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Row:
+    """A prompt, and what was sampled and observed behind it; see `rows.py`."""
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    mask: Sequence[int]
+    logprobs: Sequence[float] = ()
+    turns: Sequence[Turn]  # places count from the response; rows that fork share turns
+    messages: Sequence[dict[str, Any]] = ()
+    sequence: Any = None  # its ids in the engine
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One answer. The response is all after the prompt, sampled and observed."""
 
@@ -70,8 +83,8 @@ class Trajectory:
     has_tools: bool = False  # the model may call tools
     drift: Drift | None = None  # None where it was not measured
     tool_s: float = field(default=0.0, compare=False)  # seconds of waiting for tools
-    # The engine's sequence of each row, until the batch has what they recorded.
-    sequences: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    # Its rows, until the batch has what they and their sequences hold.
+    rows: tuple[Row, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +109,7 @@ class Trajectory:
         return sum(given) if given else None
 
 
-IDS = ("response_ids", "mask", "logprobs", "sequences")  # parts that a batch has as arrays
+IDS = ("response_ids", "mask", "logprobs", "rows")  # parts that a batch has as arrays
 
 
 def without_ids(trajectory: Trajectory) -> dict[str, Any]:

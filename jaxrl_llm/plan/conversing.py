@@ -106,8 +106,8 @@ class Conversations:
             with self.host_work(), self._one_at_a_time:
                 trajectories = self.driver.run(engines, samples)
             return (
-                [replace(trajectory, sequences=()) for trajectory in trajectories],
-                [trajectory.sequences for trajectory in trajectories],
+                [replace(trajectory, rows=()) for trajectory in trajectories],
+                [tuple(row.sequence for row in trajectory.rows) for trajectory in trajectories],
                 {"rollout/decode_steps": float(engines.num_steps)},
             )
         finally:

@@ -6,25 +6,25 @@ trainer's thread drives the engine.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as c
 from jaxrl_llm.agents.conversation import Budgets
 from jaxrl_llm.agents.drift import MEASURED, drift_of
 from jaxrl_llm.agents.driver import Sample, columns_of, id_of
-from jaxrl_llm.agents.rows import Row, Sampled, joined
+from jaxrl_llm.agents.rows import joined
 from jaxrl_llm.agents.sessions import Answer, Run, Setup
 from jaxrl_llm.agents.setup import gives_rewards
 from jaxrl_llm.agents.styles import ChatStyle
-from jaxrl_llm.agents.trajectory import StopReason, Trajectory
+from jaxrl_llm.agents.trajectory import Row, StopReason, Trajectory
 from jaxrl_llm.agents.workers import Job, Tools, open_tools
 from jaxrl_llm.generation.engine_group import EngineGroup
 from jaxrl_llm.generation.sequence import Sampling
 from jaxrl_llm.rewards.calling import CallError
 from jaxrl_llm.rewards.graders import worker_limits, worker_reference
 from jaxrl_llm.server.listening import Listener
-from jaxrl_llm.server.sessions import Session, SessionApplication, SessionWorker
+from jaxrl_llm.server.sessions import Branch, Session, SessionApplication, SessionWorker
 from jaxrl_llm.server.settings import ServerSettings
 from jaxrl_llm.tokenizer import Tokenizer
 
@@ -97,7 +97,7 @@ class Programs:
             worker, self._tokenizer, rules.budgets, most_prompt, rules.sampling,
             settings, forks=rules.forks,
         )  # fmt: skip
-        done: dict[str, Sampled] = {}
+        done: dict[str, Trajectory] = {}
         # In the order of the samples, so that no clock says which engine has which.
         queued = deque(_Live(s, engines.beginning(s.prompt.token_ids)) for s in samples)
         running = 0
@@ -120,9 +120,8 @@ class Programs:
                         self._begin(application, server.url, live, alone=error.shared)
                         continue
                     running -= 1
-                    done[id_of(live.sample)] = _sampled(
-                        live, session, answer, error, rules.max_rows
-                    )
+                    kept = session.kept(rules.max_rows)
+                    done[id_of(live.sample)] = _trajectory(live, session, kept, answer, error)
         return joined(
             [done[id_of(sample)] for sample in samples],
             most_prompt=rules.max_prompt_length,
@@ -155,20 +154,26 @@ class Programs:
         return None
 
 
-def _sampled(
-    live: _Live, session: Session, answer: Answer, error: CallError | None, max_rows: int
-) -> Sampled:
-    """The trajectory, and the branches that are kept as its rows. Other ones are left out."""
-    sample, kept = live.sample, session.kept(max_rows)
-    last = kept[-1] if kept else None
+def _trajectory(
+    live: _Live,
+    session: Session,
+    kept: Sequence[Branch],
+    answer: Answer,
+    error: CallError | None,
+) -> Trajectory:
+    """The trajectory of a sample. The branches that are kept are its rows."""
+    sample, last = live.sample, kept[-1] if kept else None
     reason: StopReason = session.ended or (last and last.cut) or "completed"
     if error is not None:
         reason = "timeout" if error.kind == "timeout" else "failed"
-    whole = Trajectory(
+    drift = None
+    if last and last.style and sample.sample < MEASURED and error is None:
+        drift = drift_of(last.style, last.messages, last.prompt, last.response, last.turns)
+    return Trajectory(
         id=id_of(sample),
         sample=sample.sample,
         group=sample.group,
-        prompt_ids=tuple(sample.prompt.token_ids),
+        prompt_ids=sample.prompt.token_ids,
         final_reward=answer.value if error is None else None,
         stop_reason=reason,
         failure=f"{error.kind}: {error.message}" if error is not None else "",
@@ -176,23 +181,20 @@ def _sampled(
         num_branches=len(session.branches),
         text=last.text if last else "",
         has_tools=any(branch.has_tools for branch in kept),
+        drift=drift,
+        rows=tuple(
+            Row(
+                prompt=branch.prompt,
+                response=branch.response,
+                mask=branch.mask,
+                logprobs=branch.logprobs,
+                turns=branch.turns,
+                messages=branch.messages,
+                sequence=branch.sequence,
+            )
+            for branch in kept
+        ),
     )
-    if last and last.style and sample.sample < MEASURED and error is None:
-        drift = drift_of(last.style, last.messages, last.prompt, last.response, last.turns)
-        whole = replace(whole, drift=drift)
-    rows = [
-        Row(
-            prompt=branch.prompt,
-            response=branch.response,
-            mask=branch.mask,
-            logprobs=branch.logprobs,
-            turns=branch.turns,
-            messages=branch.messages,
-            sequence=branch.sequence,
-        )
-        for branch in kept
-    ]
-    return whole, rows
 
 
 def open_programs(config: c.Config, tokenizer: Tokenizer) -> Programs:

@@ -17,8 +17,8 @@ from turn_tokenizers import open_tokenizer
 
 import jaxrl_llm as rl
 from jaxrl_llm.agents.driver import Sample
-from jaxrl_llm.agents.rows import Row, joined
-from jaxrl_llm.agents.trajectory import Trajectory, Turn
+from jaxrl_llm.agents.rows import joined
+from jaxrl_llm.agents.trajectory import Row, Trajectory, Turn
 from jaxrl_llm.server.programs import open_programs
 
 ASKED = [{"role": "user", "content": "17+25?"}]
@@ -467,9 +467,9 @@ def test_the_prompt_of_a_group_is_what_its_samples_have_in_common():
         turns = (Turn(start=0, end=2), Turn(start=3, end=len(response)))
         mask = (1, 1, 0, *[1] * (len(response) - 3))
         logprobs = tuple(-i / 10 for i in range(len(response)))
-        whole = Trajectory(id="", sample=0, group=0, prompt_ids=())
         ids = {"prompt": prompt, "response": response, "mask": mask, "logprobs": logprobs}
-        return whole, [Row(**ids, turns=turns)]
+        rows = (Row(**ids, turns=turns),)
+        return Trajectory(id="", sample=0, group=0, prompt_ids=(), rows=rows)
 
     samples = [of((1, 2, 3), (5, 6, 7, 8)), of((1, 2), (5, 6, 7, 8))]
     one, other = joined(samples, most_prompt=9, most=4)

@@ -188,16 +188,20 @@ class Turns:
         return [self._pieces(row, whole=True) for row in rows]
 
     def suffix(
-        self, new: Sequence[Message], *, calls: Sequence[str] = (), sampled_stop: int | None = None
+        self, new: Sequence[Message], *, calls: Sequence[str] = (), sampled_stop: int = -1
     ) -> list[int]:
         """Ids between a sampled turn and the next: the end of the turn, `new`, generation prompt.
 
-        `calls` names the tools that the turn called, `sampled_stop` is its last id. The ids are the
-        difference of two small conversations, so no sampled text is encoded again.
+        `calls` names the tools that the turn called. `sampled_stop` is its last id, -1 where it is
+        not known. If that id ends no turn, because the turn was cut, the template's end token comes
+        first. The ids are the difference of two small conversations, so no sampled text is encoded
+        again.
         """
-        text, place = self._suffix_text(new, calls)
+        text, place, end = self._suffix_text(new, calls)
+        if sampled_stop >= 0 and sampled_stop not in self._stops:
+            place -= len(end)
         ids = self._tokenizer.encode_parts(text, [place])[1]
-        return ids[1:] if sampled_stop is not None and ids[:1] == [sampled_stop] else ids
+        return ids[1:] if ids[:1] == [sampled_stop] else ids
 
     def end(self, *, calls: bool = False) -> TurnEnd:
         """How the template ends a turn, with `calls` one that calls tools."""
@@ -325,7 +329,7 @@ class Turns:
                 before = self._render(messages[:i], prompt=True) if i else ""
             else:
                 calls = [_name_of(call) for call in messages[last.index].get("tool_calls", ())]
-                small, place = self._suffix_text(messages[last.index + 1 : i], calls)
+                small, place, _ = self._suffix_text(messages[last.index + 1 : i], calls)
                 before = small[place:]
                 if last.is_open and (token := self._first_special(before)):
                     text, before = text + token, before[len(token) :]
@@ -354,15 +358,23 @@ class Turns:
         text = content + ("" if is_open else end.token)
         return _Turn(index, text, start, len(text), is_open, False)
 
-    def _suffix_text(self, new: Sequence[Message], calls: Sequence[str]) -> tuple[str, int]:
-        """A small conversation with `new` and a generation prompt, and where its suffix begins."""
+    @property
+    def _stops(self) -> set[int]:
+        """Ids that end a turn."""
+        return {*self._tokenizer.model_stop_ids, *self.end_ids()}
+
+    def _suffix_text(self, new: Sequence[Message], calls: Sequence[str]) -> tuple[str, int, str]:
+        """A small conversation with `new` and a generation prompt, and where its suffix begins.
+
+        The end token of the turn stands before that place; it is empty where `new` begins with it.
+        """
         answer: Message = {"role": "assistant", "content": DUMMY}
         if calls and self._form.writes_calls:
             answer = _calling([(name, {}) for name in calls])
         elif calls:  # the call is a text of the answer
             answer = {"role": "assistant", "content": ""}
         system: Message = {"role": "system", "content": DUMMY}
-        stops = {*self._tokenizer.model_stop_ids, *self.end_ids()}
+        stops = self._stops
         ends = {token for token, (i, _) in self._tokenizer.added_tokens.items() if i in stops}
         for small in ([USER, answer], [system, USER]):
             try:
@@ -374,10 +386,10 @@ class Turns:
                 continue
             start = len(self._render(small[:1])) if small[0] is USER else 0
             # The last end token that stays when messages are added: Phi-3's own end does not.
-            cuts = [before.rindex(end) + len(end) for end in ends if end in before[start:]]
-            for place in sorted(cuts, reverse=True) or [len(before)]:
+            cuts = [(before.rindex(end) + len(end), end) for end in ends if end in before[start:]]
+            for place, end in sorted(cuts, reverse=True) or [(len(before), "")]:
                 if text.startswith(before[:place]):
-                    return text, place
+                    return text, place, end
         raise ValueError(f"{self._name} rewrites earlier turns when messages are added")
 
     # --------------------------------------------------------------------- ends and forms

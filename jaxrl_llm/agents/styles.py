@@ -168,12 +168,6 @@ class ChatStyle:
         messages = observation if isinstance(observation, list) and observation else [text]
         return self._suffix(json.dumps(messages), (), stop), messages
 
-    def end_of_turn(self) -> list[int]:
-        """The id that is missing behind a turn that was cut; none where the next message has it."""
-        end = self._turns.end()
-        is_known = end.token and not end.begins_next
-        return [self._tokenizer.added_tokens[end.token][0]] if is_known else []
-
     def again(self, messages: Sequence[Message]) -> list[int] | None:
         """Ids of a whole conversation; None where the template has no calls of tools.
 

@@ -83,7 +83,6 @@ class _Place:
     calls: Mapping[str, Call]  # calls of the turn by the ids that the client has
     cut: StopReason | None
     ends: bool  # the cut is a limit of the run
-    is_open: bool  # the turn has no end token
 
 
 @dataclass(eq=False)
@@ -387,9 +386,8 @@ class SessionApplication(Application):
                 branch = _branch_at(place) if prompt is None else Branch(tuple(prompt))
                 suffix = ()
                 if prompt is None:
-                    stop = branch.response[-1]
-                    end = style.end_of_turn() if place.is_open else []
-                    suffix = (*end, *_suffix(style, place.calls, messages[last:], stop))
+                    new, stop = messages[last:], branch.response[-1]
+                    suffix = tuple(_suffix(style, place.calls, new, stop))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = error if isinstance(error, ValueError) else repr(error)
             raise ApiError(400, f"body.messages: {reason}") from None
@@ -472,9 +470,8 @@ class SessionApplication(Application):
         branch.has_tools |= bool(tools)
         ends = False
         branch.cut = None
-        is_open = job.asked.own_stops and choice.tokens[-1] not in self._tokenizer.stop_ids
         if choice.finish_reason == "length":
-            ends, is_open = number >= turn.limit, True
+            ends = number >= turn.limit
             branch.cut = turn.cut if ends else "max_turn_tokens"
         given = [call["id"] for call in message.get("tool_calls") or ()]
         session.places[key, _keys(branch.messages)] = _Place(
@@ -483,7 +480,6 @@ class SessionApplication(Application):
             dict(zip(given, parsed.calls, strict=True)) if given else {},
             branch.cut,
             ends,
-            is_open,
         )
         session.num_recorded += 1
         branch.last = session.num_recorded

@@ -562,6 +562,19 @@ def test_a_template_without_tools_and_results_gets_them_in_messages(tmp_path):
     )
 
 
+def test_the_end_token_of_the_template_follows_a_stop_id_of_the_run():
+    """`rollout.stop_token_ids` end a turn without it, so it is observed before the result."""
+    chat = open_chat()
+    driver, asks = opened(chat, tools="calculator"), call("calculator", expression="1+1")
+    engine = FakeEngine(chat, (*driver.stop_ids(plain=False), *chat.encode("!")))
+    try:
+        (own,) = driver.run(engine, [sample_of(chat, 0, ASKED, [f"{asks}!", "2"])])
+    finally:
+        driver.close()
+    usual = shown(chat, one(chat, ASKED, [asks, "2"], tools="calculator"))
+    assert shown(chat, own) == usual.replace("<|im_end|>⟧", "!⟧<|im_end|>", 1)
+
+
 def test_an_observation_that_the_template_refuses_is_a_failure(tmp_path):
     (tmp_path / "odd.py").write_text(
         "class Odd:\n    def step(self, action):\n"

@@ -6,12 +6,14 @@ A replica is one device, or the devices that share the heads.
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.distributed.layout import Layout
+from jaxrl_llm.distributed.multihost import processes_of
 from jaxrl_llm.generation.sequence import Beginning, Sequence
 from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.models.base import ModelSpec
@@ -92,21 +94,9 @@ def replicas_of(layout: Layout) -> list[Layout]:
     """The layout of each replica, of all processes, in their order."""
     mesh, rows = layout.mesh, layout.axes("batch")
     names = (*rows, *(axis for axis in mesh.axis_names if axis not in rows))
-    order = [mesh.axis_names.index(axis) for axis in names]
-    sizes = [mesh.shape[axis] for axis in names]
-    groups = mesh.devices.transpose(order).reshape(-1, *sizes[len(rows) :])
-    return [
-        Layout(
-            Mesh(group.reshape([1] * len(rows) + sizes[len(rows) :]), names),
-            layout.rules,
-        )
-        for group in groups
-    ]
-
-
-def processes_of(replica: Layout) -> set[int]:
-    """The processes that hold the devices of a replica."""
-    return {device.process_index for device in replica.mesh.devices.flat}
+    devices = mesh.devices.transpose([mesh.axis_names.index(axis) for axis in names])
+    groups = devices.reshape(-1, *[1] * len(rows), *devices.shape[len(rows) :])
+    return [Layout(Mesh(group, names), layout.rules) for group in groups]
 
 
 def replicas_here(layout: Layout) -> list[Layout]:
@@ -115,7 +105,7 @@ def replicas_here(layout: Layout) -> list[Layout]:
     Requires: the devices of a replica belong to one process.
     """
     here = {jax.process_index()}
-    return [replica for replica in replicas_of(layout) if processes_of(replica) == here]
+    return [x for x in replicas_of(layout) if processes_of(x.mesh.devices.flat) == here]
 
 
 def engines_on(
@@ -128,18 +118,18 @@ def engines_on(
     """
     engines = []
     for layout in replicas:
-        devices = list(layout.mesh.devices.flat)
-
-        def here(x: jax.Array, layout: Layout = layout, devices: Any = devices) -> jax.Array:
-            shards = {shard.device: shard.data for shard in x.addressable_shards}
-            if len(devices) == 1:
-                return shards[devices[0]]
-            assert isinstance(x.sharding, NamedSharding)
-            place = NamedSharding(layout.mesh, x.sharding.spec)
-            parts = [shards[device] for device in devices]
-            return jax.make_array_from_single_device_arrays(x.shape, place, parts)
-
-        with jax.default_device(devices[0]):
-            own = layout if len(devices) > 1 else None
-            engines.append(Engine(spec, jax.tree.map(here, params), settings, own))
+        own = layout if layout.mesh.size > 1 else None
+        with jax.default_device(layout.mesh.devices.flat[0]):
+            engines.append(Engine(spec, jax.tree.map(partial(_on, layout), params), settings, own))
     return EngineGroup(engines)
+
+
+def _on(replica: Layout, x: jax.Array) -> jax.Array:
+    """The copy of an array that a replica has. Nothing is moved."""
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    parts = [shards[device] for device in replica.mesh.devices.flat]
+    if len(parts) == 1:
+        return parts[0]
+    assert isinstance(x.sharding, NamedSharding)
+    place = NamedSharding(replica.mesh, x.sharding.spec)
+    return jax.make_array_from_single_device_arrays(x.shape, place, parts)

@@ -13,16 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config, ConfigError
+from jaxrl_llm.distributed.multihost import processes_of
 from jaxrl_llm.distributed.reshard import to_layout
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.generation.engine import generation_form
-from jaxrl_llm.generation.engine_group import (
-    EngineGroup,
-    engines_on,
-    processes_of,
-    replicas_here,
-    replicas_of,
-)
+from jaxrl_llm.generation.engine_group import EngineGroup, engines_on, replicas_here, replicas_of
 from jaxrl_llm.generation.sequence import Sequence as Sampled
 from jaxrl_llm.generation.session import EngineSettings
 from jaxrl_llm.generation.settings import GenerationSettings, Quantization
@@ -225,7 +220,8 @@ def write_answer(
 def check_sessions(sampler: Role, keys: str) -> None:
     """Raises: ConfigError for what sessions do not go with. `keys` are what needs them."""
     # Of all replicas, so that every process refuses the run.
-    is_apart = any(len(processes_of(x)) > 1 for x in replicas_of(sampler.generation))
+    replicas = replicas_of(sampler.generation)
+    is_apart = any(len(processes_of(x.mesh.devices.flat)) > 1 for x in replicas)
     refused = {
         "config.mesh.generation.tensor over several processes": is_apart,
         "config.exact=strict": sampler.forward.strict is not None,

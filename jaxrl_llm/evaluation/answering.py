@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from jaxrl_llm.checkpoint.layout import ModelPath
-from jaxrl_llm.config import ConfigError, DType, ModelSettings
+from jaxrl_llm.config import ConfigError, DType, MeshConfig, ModelSettings
 from jaxrl_llm.data.formats import prompt_of
 from jaxrl_llm.distributed.device_memory import free_memory
-from jaxrl_llm.distributed.layout import Layout
-from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.distributed.layout import Layout, mesh_of
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.evaluation.answer_settings import (
     AnswerKeys,
@@ -163,7 +162,8 @@ def open_model(
     source = find_model(settings, context=1)  # `complete` knows the length
     tokenizer = find_tokenizer("", settings)
     check_vocabulary(tokenizer, source.config.vocab_size)
-    mesh = make_mesh(tensor=tensor, devices=jax.local_devices()[:tensor])
+    sizes, heads = MeshConfig(tensor=tensor), source.config.num_kv_heads
+    mesh = mesh_of(sizes, [heads], devices=jax.local_devices()[:tensor])
     role = make_role("actor", spec_of(source, "causal_lm", settings), settings, mesh)
     spec, params, layout = role.spec, load_params(role, source, seed=0), None
     if tensor == 1:

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.layout import Layout
-from jaxrl_llm.generation.memory import prefill_bytes
+from jaxrl_llm.generation.memory import kv_bytes, prefill_bytes
 from jaxrl_llm.generation.session import Engine, EngineSettings
 from jaxrl_llm.learner.train_state import Params
 from jaxrl_llm.models.base import ModelSpec, model_spec
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.flops import kv_bytes_per_token, state_bytes_per_slot
+from jaxrl_llm.models.flops import state_bytes_per_slot
 
 GPU_SLOTS, CPU_SLOTS = 256, 8
 LOGITS = 4  # arrays of the size of the logits that sampling has at once
@@ -40,8 +40,8 @@ def serving_engine(
     positions = config.max_position_embeddings
     if context > positions:
         raise ConfigError(f"--context={context}: the model has {positions} positions")
-    room = _room(config, jnp.dtype(spec.dtype).itemsize, slots, memory)
-    room *= 1 if layout is None else layout.size("kv_heads")
+    tensor = 1 if layout is None else layout.mesh.size
+    room = _room(config, jnp.dtype(spec.dtype).itemsize, slots, memory, tensor)
     wanted = context or positions
     if room < wanted and context:
         raise ConfigError(f"--context={context}: the cache has room for {room} tokens")
@@ -59,10 +59,10 @@ def serving_engine(
     return Engine(model_spec(config, dtype=spec.dtype, form=spec.form), params, settings, layout)
 
 
-def _room(config: ModelConfig, itemsize: int, slots: int, memory: float) -> int:
-    """Tokens that fit into the cache."""
+def _room(config: ModelConfig, itemsize: int, slots: int, memory: float, tensor: int) -> int:
+    """Tokens that fit into the cache. `memory` is of one of `tensor` devices."""
     if memory:
         memory -= slots * (state_bytes_per_slot(config, itemsize) + LOGITS * 4 * config.vocab_size)
         memory -= prefill_bytes(config, PREFILL_TOKENS, itemsize)
-    room = (memory or CPU_BYTES) / kv_bytes_per_token(config, itemsize)
+    room = (memory or CPU_BYTES) / kv_bytes(config, itemsize, tensor)
     return max(int(room), 1)

@@ -148,10 +148,17 @@ def _most_pages(entries: int, replica: Replica) -> int:
 
 
 def _kv_bytes(settings: GenerationSettings, replica: Replica) -> float:
-    """Bytes of a token in the cache of one device. With few KV heads some devices hold copies."""
+    """Bytes of a token in the cache of one device."""
     size = 1 if settings.quantization == "float8" else jnp.dtype(replica.dtype).itemsize
-    parts = min(replica.tensor, replica.config.cache_heads[0])
-    return kv_bytes_per_token(replica.config, size) / parts
+    return kv_bytes(replica.config, size, replica.tensor)
+
+
+def kv_bytes(config: ModelConfig, itemsize: float, tensor: int) -> float:
+    """Bytes of a token in the cache of one of `tensor` devices that share the heads.
+
+    With few KV heads some devices hold copies. Each has the one head of latent attention.
+    """
+    return kv_bytes_per_token(config, itemsize) / min(tensor, config.cache_heads[0])
 
 
 def _bytes(settings: GenerationSettings, replica: Replica, sizes: EngineSizes, own: float) -> float:

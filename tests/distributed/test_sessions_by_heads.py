@@ -9,8 +9,8 @@ from further import further
 from test_mesh_generation import GPT_OSS, QWEN3_NEXT, SPEC, VOCAB, P, R, inputs
 from tiny import DEEPSEEK, EXPERTS, MODEL
 
-from jaxrl_llm.distributed.layout import generation_layout
-from jaxrl_llm.distributed.mesh import make_mesh
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.distributed.layout import generation_layout, mesh_of
 from jaxrl_llm.distributed.sharding import shardings
 from jaxrl_llm.generation.engine_group import EngineGroup, engines_on, replicas_here
 from jaxrl_llm.generation.sampler import SamplingParams
@@ -80,7 +80,7 @@ def test_replicas_that_share_heads(model, sizes):
     )
     alone = converse(EngineGroup([Engine(spec, params, settings)]))
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    mesh = make_mesh(**sizes, devices=devices)
+    mesh = mesh_of(MeshConfig(**sizes), [spec.config.num_kv_heads], devices=devices)
     layout = generation_layout(mesh, spec.config.num_kv_heads)
     places = shardings(spec.axes, spec.params, mesh, layout.rules)
     replicas = replicas_here(layout)
@@ -89,7 +89,7 @@ def test_replicas_that_share_heads(model, sizes):
     engines = engines_on(spec, jax.device_put(params, places), settings, replicas)
     assert {x.layout is not None for x in engines.engines} == {True}
     by_heads = [x for x in jax.tree.leaves(engines.engines[0]._cache) if x.ndim == 5]
-    whole = layout.size("kv_heads") == 1 or spec.config.latent is not None
+    whole = spec.config.latent is not None
     assert by_heads and all(x.sharding.is_fully_replicated == whole for x in by_heads)
     split = converse(engines)
     assert split.keys() == alone.keys()

@@ -13,6 +13,7 @@ import jax
 import openai
 import pytest
 from chat_tokenizer import write_chat_tokenizer
+from further import further
 from tiny_models import tiny_config, write_directory
 
 import jaxrl_llm as rl
@@ -23,7 +24,9 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    directory = write_directory(tmp_path_factory.mktemp("m") / "chat", tiny_config(vocab_size=104))
+    directory = write_directory(
+        tmp_path_factory.mktemp("m") / "chat", tiny_config(vocab_size=104, num_heads=4)
+    )
     write_chat_tokenizer(directory)
     return directory
 
@@ -165,9 +168,14 @@ def test_tasks_share_an_engine(model):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-def test_devices_that_share_the_heads_give_the_same_answers(folder, model):
-    """All ways: one program, a stream, an event loop and the server."""
-    split = rl.open_model(folder, tensor=2)
+@pytest.mark.parametrize("tensor", further([4, 2]))
+def test_devices_that_share_the_heads_give_the_same_answers(folder, model, tensor):
+    """All ways: one program, a stream, an event loop and the server.
+
+    Four devices have more than the two KV heads, so two devices have each of them.
+    """
+    split = rl.open_model(folder, tensor=tensor)
+    assert split.layout is not None and split.layout.size("kv_heads") == 2
     assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(split.params))
     how = {"max_new_tokens": 12, "seed": 5}
     texts = ["hi", "you there?"]

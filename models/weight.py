@@ -14,7 +14,7 @@ A layer reads a `Weight` in one of two ways:
 
 Off a GPU `multiply` makes a `Weight` of every kernel. The gradient of a kernel is then x' g, where
 jax's own rule computes (g' x)'. XLA's CPU backend writes g' out, column by column, and computes the
-activation's gradient again for each element: two fifths of the default run's update.
+activation's gradient again for each element.
 
 The trap: `parameter.get_value()` may return a `Weight`, so use `parameter[...]` unless the layer
 handles both.

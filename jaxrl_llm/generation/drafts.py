@@ -1,10 +1,12 @@
 """Draft tokens: free slots of a tail check tokens that live samples may draw next.
 
 A decode step of a tail computes all its slots, also the free ones. So each of them can read a draft
-token of a live sample. Only attention takes longer: it reads the sample's entries once more. A
-draft comes from the sample's own text and from the responses of its group: what followed there on
-the tokens that the sample ends in (prompt lookup decoding; DAS, arXiv:2511.13841). No second model
-is needed.
+token of a live sample. The matmuls have the same rows. Attention reads the sample's entries once
+more for each draft, and layers of experts compute the draft's experts. A draft comes from the
+sample's own text and from the responses of its group: what followed there on the tokens that the
+sample ends in (prompt lookup decoding; DAS, arXiv:2511.13841). No second model is needed.
+
+No GPU has timed drafts yet. The constants below were chosen without a measurement of time.
 
 The noise of a token is keyed by its place. So the token after a draft is drawn as in a step of its
 own, and a draft is accepted where it equals the token that was drawn before it. Decoding one token
@@ -31,8 +33,8 @@ from jaxrl_llm.generation.slots import DraftRecord, Slots, State
 # equal. More than LONGEST equal tokens count as LONGEST.
 SHORTEST, LONGEST = 1, 8
 # A step with drafts launches a dozen kernels more, and one a layer. We assume that it saves time if
-# one accepted draft comes on ENOUGH live slots; no GPU has timed it yet. PATIENCE steps in a row
-# may save none before pauses begin: 1, 3, 7, then 15 steps.
+# one accepted draft comes on ENOUGH live slots. PATIENCE steps in a row may have fewer before
+# pauses begin: 1, 3, 7, then 15 steps.
 ENOUGH, PATIENCE, MOST = 8, 2, 6
 LENGTH_BITS, OWN_BIT = 27, 26  # bits of a candidate's number: equal tokens, own text, then place
 
@@ -113,21 +115,22 @@ def draft_rows(
     may_SD = jnp.all(may_SD[:, None, :] | (offset_D > offset_D[:, None]), axis=2)
 
     wants_SW = jnp.concatenate([live_S[:, None], may_SD], axis=1)
-    (num_slots, W), (S, W_) = wants_SW.shape, map(jnp.arange, wants_SW.shape)
+    num_slots, W = wants_SW.shape
+    place_S, place_W = jnp.arange(num_slots), jnp.arange(W)
     # Counted by comparing every pair, as in `fill_slots`.
-    of_offset_W = jnp.sum(wants_SW, axis=0, dtype=jnp.int32)
-    before_W = jnp.sum(jnp.where(W_ < W_[:, None], of_offset_W, 0), axis=1)
-    earlier_SS = S < S[:, None]
+    wanted_W = jnp.sum(wants_SW, axis=0, dtype=jnp.int32)
+    before_W = jnp.sum(jnp.where(place_W < place_W[:, None], wanted_W, 0), axis=1)
+    earlier_SS = place_S < place_S[:, None]
     before_SW = jnp.sum(wants_SW & earlier_SS[:, :, None], axis=1, dtype=jnp.int32) + before_W
     has_row_SW = wants_SW & (before_SW < num_slots)
     row_SW = jnp.where(has_row_SW, before_SW, num_slots)
 
     # The inverse as a masked sum; a row that nobody has gets the first pair.
-    is_mine = row_SW.reshape(-1) == S[:, None]
+    is_mine = row_SW.reshape(-1) == place_S[:, None]
     pair_B = jnp.sum(jnp.where(is_mine, jnp.arange(num_slots * W), 0), axis=1, dtype=jnp.int32)
     slot_B, offset_B = pair_B // W, pair_B % W
     read_SW = jnp.concatenate([slots.token_B[:, None], drafts_SD], axis=1)
-    live_B = S < jnp.sum(has_row_SW, dtype=jnp.int32)
+    live_B = place_S < jnp.sum(has_row_SW, dtype=jnp.int32)
     step = StepRows(
         live_B=live_B,
         row_B=slots.row_B[slot_B],
@@ -174,8 +177,8 @@ def recorded(
 ) -> DraftRecord:
     """The record after step number `step` with drafts: its live slots and rows, and taken tokens.
 
-    After some steps with too few accepted drafts the next ones have none. So texts that repeat
-    nothing cost almost nothing.
+    After some steps with too few accepted drafts the next ones have none. So where texts repeat
+    nothing, one of 16 steps has drafts.
     """
     slots, rows, taken = (jnp.sum(x, dtype=jnp.int32) for x in (live_S, live_B, taken_B))
     accepted = taken - slots
@@ -192,10 +195,10 @@ def draft_loop(
     without: Callable[[State], State],
     state: State,
 ) -> State:
-    """Decode steps with drafts, and without them where they save none.
+    """Decode steps with drafts, and without them during a pause.
 
-    `go_on` also takes whether drafts save steps now. A step without drafts is the step of a tail
-    that never has any: it neither searches nor writes entries twice.
+    `go_on` also takes whether enough drafts were accepted of late. A step without drafts is the
+    step of a tail that never has any: it neither searches nor writes entries twice.
     """
 
     def record(state: State) -> DraftRecord:

@@ -535,7 +535,7 @@ def _run_tail(engine: _Engine, state: State, number: int) -> State:
     few = compact(state, num_slots)
 
     def go_on(state: State, drafts_pay: jax.Array) -> jax.Array:
-        # Free slots are worth more than a shorter step where drafts are accepted.
+        # Where drafts are accepted, we assume that free slots save more than a smaller step does.
         return _more_live(jnp.where(drafts_pay, fewer // 2, fewer), state)
 
     with jax.named_scope(TAIL_STEPS):

@@ -58,8 +58,8 @@ FEWEST_EXTENDED = 16
 FEW_SLOTS, SLOT_STEP = (FEWEST_SLOTS, 32, 64, 160, 256, 384), 256
 FREE = (0,) * (len(Turns._fields) - 2)  # numbers of a slot without a sequence
 EXTENDED = 2048  # most ids of one row of `extend`
-# Ids that a GPU computes at once in about the time of one. Rows of `extend`, and pages that it
-# reads, come in steps of COARSE. Each pair of sizes compiles a program, so they are few.
+# We assume that a GPU computes COMPUTED ids in about the time of one. Rows of `extend`, and pages
+# that it reads, come in steps of COARSE. Each pair of sizes compiles a program, so they are few.
 COMPUTED, COARSE = 512, 4
 FLOAT32_PAGE = 32  # entries of a page where no kernel reads it
 

@@ -76,7 +76,7 @@ def no_kept(rows: int, tokens: int, most: int) -> jax.Array:
 
 
 class DraftRecord(NamedTuple):
-    """Draft tokens of all steps, and whether they save steps now."""
+    """Draft tokens of all steps, and when the next ones are due."""
 
     offered: jax.Array
     accepted: jax.Array

@@ -74,7 +74,7 @@ class PolicyLoss:
     own_logprobs: bool = False
     with_log_ratios: bool = False
     router: RouterLoss = RouterLoss()  # losses of the routers of a mixture of experts
-    replays: tuple[str, ...] = ()  # see `ModelStage`
+    replays: tuple[str, ...] = ()  # fields of a rollout that the forward pass repeats
     masks: bool = False  # samples may be left out
 
     @property
@@ -169,7 +169,7 @@ class ValueLoss:
     spec: ModelSpec
     settings: ForwardSettings
     masks: bool = False  # samples may be left out
-    replays: tuple[str, ...] = ()  # see `ModelStage`
+    replays: tuple[str, ...] = ()  # fields of a rollout that the forward pass repeats
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -218,7 +218,7 @@ class OwnLoss:
     settings: ForwardSettings
     temperature: float
     masks: bool = False  # samples may be left out
-    replays: tuple[str, ...] = ()  # see `ModelStage`
+    replays: tuple[str, ...] = ()  # fields of a rollout that the forward pass repeats
 
     @property
     def reads(self) -> tuple[str, ...]:

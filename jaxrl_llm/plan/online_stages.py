@@ -330,8 +330,11 @@ class OnlineStages:
             # A teacher is compared over the tokens that the sampler's filters kept.
             replays = (*(self._kept if model.teacher_weight else ()), *self._rows)
             return [stages.FrozenLogprobs(name=role.name, writes=writes, replays=replays, **passes)]
-        how: dict[str, Any] = {"model": role, "micro_batches": passes["micro_batches"]}
-        how["replays"] = self._rows
+        how: dict[str, Any] = {
+            "model": role,
+            "micro_batches": passes["micro_batches"],
+            "replays": self._rows,
+        }
         scores, each = f"{role.name}_scores", f"{role.name}_token_scores"
         return [
             ModelScores(name=role.name, writes=(scores,), measured=True, **how),

@@ -4,8 +4,7 @@ A JSON line a result, as soon as it is there. Most prompts are short questions, 
 ends. A few ask for a list of numbers, or begin one of sums, steps or products. The model goes on
 with it until it stops or the limit comes: a heavy tail of repetitive text. The prompts are made
 from a seed, and the model samples every token. Rollouts without drafts and with them run
-alternately, with the same keys. At temperature 1 so small a model soon leaves its list; at 0.5 it
-is about as certain as a larger one after RL.
+alternately, with the same keys. No GPU has run it yet.
 
 Flags:
   --model=FOLDER       Hugging Face folder of a small instruction model, e.g. SmolLM2-135M-Instruct
@@ -142,7 +141,7 @@ def rollout(
 def said(out: Any, seconds: float) -> dict[str, Any]:
     """What a rollout gave."""
     lengths = np.asarray(out.lengths)
-    found = {
+    figures = {
         "seconds": round(seconds, 3),
         "tokens/s": round(float(lengths.sum()) / seconds, 1),
         "tokens": int(lengths.sum()),
@@ -153,9 +152,9 @@ def said(out: Any, seconds: float) -> dict[str, Any]:
     }
     if out.drafts_offered is not None:
         offered, accepted = int(out.drafts_offered), int(out.drafts_accepted)
-        found["acceptance"] = round(accepted / max(offered, 1), 3)
-        found["share of tokens"] = round(accepted / int(lengths.sum()), 3)
-    return found
+        figures["acceptance"] = round(accepted / max(offered, 1), 3)
+        figures["share of tokens"] = round(accepted / int(lengths.sum()), 3)
+    return figures
 
 
 def speed(flags: dict[str, str], model: Any) -> None:

@@ -52,6 +52,20 @@ SHARED_EXPERT = {
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 12,
 }
+LATENT = {
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+SCALAR: dict[str, Any] = {
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+    "pad_token_id": 0,
+}
 
 
 def case(
@@ -98,9 +112,7 @@ CASES: dict[str, dict[str, Any]] = {
         "llama",
         "LlamaForSequenceClassification",
         (24, 3, 1),
-        id2label={"0": "LABEL_0"},
-        label2id={"LABEL_0": 0},
-        pad_token_id=0,
+        **SCALAR,
     ),
     "mistral_window": case(
         "mistral", "MistralForCausalLM", (24, 3, 1), sliding_window=5, head_dim=8
@@ -197,9 +209,7 @@ CASES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=3,
         moe_intermediate_size=8,
         norm_topk_prob=False,
-        id2label={"0": "LABEL_0"},
-        label2id={"LABEL_0": 0},
-        pad_token_id=0,
+        **SCALAR,
     ),
     "mixtral_tied": case(
         "mixtral",
@@ -345,53 +355,29 @@ CASES: dict[str, dict[str, Any]] = {
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         (16, 2, 2),
+        **LATENT,
         first_k_dense_replace=0,
         q_lora_rank=None,
-        kv_lora_rank=6,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        n_routed_experts=4,
         n_group=1,
         topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
         norm_topk_prob=False,
         rope_interleave=False,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     ),
     "glm4_moe_lite": case(
-        "glm4_moe_lite",
-        "Glm4MoeLiteForCausalLM",
-        (16, 2, 2),
-        q_lora_rank=8,
-        kv_lora_rank=6,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", (16, 2, 2), **LATENT, q_lora_rank=8
     ),
     "deepseek_v3_scalar": case(
         "deepseek_v3",
         "DeepseekV3ForSequenceClassification",
         (16, 2, 2),
+        **LATENT,
+        **SCALAR,
         first_k_dense_replace=1,
         q_lora_rank=None,
-        kv_lora_rank=6,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        n_routed_experts=4,
         n_group=1,
         topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-        id2label={"0": "LABEL_0"},
-        label2id={"LABEL_0": 0},
-        pad_token_id=0,
     ),
     # A window, then none; caps that most values feel.
     "gemma2": case(

@@ -36,6 +36,8 @@ GOES_ON = "the run goes on, and metrics.jsonl has everything"
 # Failures of other people's code. sys.exit would end a run with the code of a success.
 FAILURES = (Exception, SystemExit)
 LONGEST_PARAMETER = 500  # characters of a value of MLflow
+# MLflow's codes for a name or value that it refuses, itself or in its database.
+WRONG_METRIC = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,6 +428,7 @@ class MLflow:
 
     def log(self, step: int, metrics: Mapping[str, float], phase: str) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+        from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
 
         prefix, now = f"{phase}/" if phase else "", int(time.time() * 1000)
         batch = [
@@ -434,12 +437,17 @@ class MLflow:
         ]
         try:
             self._client.log_batch(self._id, metrics=batch)
-        except Exception:  # it took none: all but the ones that are wrong
+        except MlflowException as error:
+            if error.error_code not in WRONG_METRIC:  # a lost server would be tried once a metric
+                raise
+            # One wrong metric fails the whole batch, so each is sent alone.
             refused: dict[str, Exception] = {}
             for metric in batch:
                 try:
                     self._client.log_batch(self._id, metrics=[metric])
-                except Exception as error:
+                except MlflowException as error:
+                    if error.error_code not in WRONG_METRIC:
+                        raise
                     refused[metric.key] = error
             new = refused.keys() - self._refused
             self._refused |= new

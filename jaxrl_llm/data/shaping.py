@@ -46,9 +46,11 @@ class Shape:
             shaped["prompt"] = [{"role": "user", "content": shaped["prompt"]}]
         if self.system_prompt:
             self._check_conversation(shaped)
-        system = shaped.get("system")  # of the row, as in ShareGPT's files
-        system = system if isinstance(system, str) and system else self.system_prompt
-        if system:
+        own = shaped.get("system")  # as in ShareGPT's files
+        if system := own if isinstance(own, str | bytes) and own else self.system_prompt:
+            answers = [_first_role(shaped.get(name)) for name in ANSWERS]
+            if isinstance(shaped.get("prompt"), str) and set(answers) <= {"assistant", "gpt"}:
+                shaped["prompt"] = [{"role": "user", "content": shaped["prompt"]}]
             names = [name for name in CONVERSATIONS if _is_conversation(shaped.get(name))]
             for name in names or ANSWERS:
                 if _is_conversation(shaped.get(name)):
@@ -82,10 +84,15 @@ class Shape:
             )
 
 
-def _with_system(messages: list[Any], system: str) -> list[Any]:
-    first = messages[0]
-    starts = first.get("role", first.get("from")) if isinstance(first, Mapping) else None
-    return messages if starts == "system" else [{"role": "system", "content": system}, *messages]
+def _with_system(messages: list[Any], system: str | bytes) -> list[Any]:
+    if _first_role(messages) == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _first_role(value: Any) -> str | None:
+    first = value[0] if _is_conversation(value) else None
+    return first.get("role", first.get("from")) if isinstance(first, Mapping) else None
 
 
 def _joined(theirs: str, row: Mapping[str, Any]) -> list[str]:

@@ -161,6 +161,13 @@ def test_the_system_of_a_row(row, chat, tmp_path):
         ).items
         text = marked(chat, getattr(item, "chosen", item))
         assert text.rstrip() == f"<|im_start|>system\ns<|im_end|>\n{ASKED}⟦Sure.<|im_end|>⟧"
+    if "chosen" in row:  # answers alone, to a text
+        asked = row | {"prompt": "Hello", "chosen": [SURE], "rejected": [NO], "system": "s"}
+        (item,) = load(jsonl(tmp_path, [asked]), chat, RULES).items
+        assert (
+            marked(chat, item.chosen)
+            == f"<|im_start|>system\ns<|im_end|>\n{ASKED}⟦Sure.<|im_end|>⟧"
+        )
     (tmp_path / "own").mkdir()
     said = {"from": "system", "value": "s"}
     shaped = replace(

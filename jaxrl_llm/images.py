@@ -33,9 +33,9 @@ class ImageInput:
     most: int  # images of a row
     resample: int = 3  # Pillow's number of the filter that resizes
     size: int | None = None  # pixels of a side of every image; None: images keep their shape
-    longest_side: int | None = None  # see `models.config.Vision`
-    max_pixels: int = 0  # pixels of an image, where sizes differ: larger images are shrunk
-    min_pixels: int = 0
+    longest_side: int | None = None  # longer side after a first resize; None: one resize
+    max_pixels: int = 0  # where images keep their shape: larger ones are shrunk
+    min_pixels: int = 0  # smaller ones are enlarged
     text: str = MARK  # an image in a text before it is tokenised
     begin: tuple[int, ...] = ()  # ids before the tokens of an image
     end: tuple[int, ...] = ()

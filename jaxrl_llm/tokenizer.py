@@ -570,7 +570,7 @@ def _stop_ids(path: str, eos_id: int) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         config = _read_object(Path(file)) if file else {}
-        text = config.get("text_config") or {}  # of a model with images
+        text = config.get("text_config") or {}  # an image model has its language half there
         ids = text.get("eos_token_id") if (top := config.get("eos_token_id")) is None else top
         if ids is None:
             continue

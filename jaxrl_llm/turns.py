@@ -243,8 +243,8 @@ class Turns:
             return self._first_start(text)
         # An answer may make the template drop the thinking of calls before it, as in gpt-oss.
         earlier = [_without_thinking(message) for message in messages[:index]]
-        for given in (messages[:index], earlier):
-            before = self._render(given, prompt=True)
+        for history in (messages[:index], earlier):
+            before = self._render(history, prompt=True)
             if text.startswith(before):
                 return len(before)
         return self._after_header(messages, index)

@@ -551,8 +551,12 @@ def _turns(row: Mapping[str, Any], tokenizer: Tokenizer) -> Turns:
     if variables is not None and not isinstance(variables, dict):
         kind = type(variables).__name__
         raise ValueError(f"column 'chat_template_kwargs' holds {kind}, not an object")
-    # verl has a column for this one. Arrow adds a null for each variable of another row.
-    named = {"enable_thinking": row.get("enable_thinking"), **(variables or {})}
+    # verl has a column for this one. Templates compare it with false, which no text or 0 is.
+    thinking = row.get("enable_thinking")
+    if thinking is not None:
+        thinking = bool(_label(thinking, "column 'enable_thinking'"))
+    # Arrow adds a null for each variable of another row.
+    named = {"enable_thinking": thinking, **(variables or {})}
     return tokenizer.turns(_tools(row), {k: v for k, v in named.items() if v is not None} or None)
 
 

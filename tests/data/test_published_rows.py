@@ -407,6 +407,16 @@ def test_variables_of_other_rows_are_no_variables_of_this_one(tmp_path):
             assert text.startswith(start) and prompt.startswith(start)
 
 
+def test_thinking_is_true_or_false(tmp_path):
+    """A CSV holds texts, and numbers are not what a template compares with."""
+    template = "{% if enable_thinking is false %}off {% endif %}" + templates.CHATML
+    tokenizer = open_tokenizer(tmp_path / "t", template, CHATML)
+    row = {"prompt": [USER], "enable_thinking": 0}
+    assert load_prompts(jsonl(tmp_path, [row]), tokenizer, RULES).items[0].text.startswith("off <")
+    with pytest.raises(ValueError, match="'enable_thinking' holds 'false', not true or false"):
+        load_prompts(jsonl(tmp_path, [row | {"enable_thinking": "false"}]), tokenizer, RULES)
+
+
 def test_the_older_form_of_a_call_is_refused(chat, tmp_path):
     """OpenAI's first files have it, and no template writes it."""
     said = {"role": "assistant", "content": "Let me see.", "function_call": {"name": "f"}}

@@ -158,7 +158,8 @@ def _rescaled(width: int, height: int, longest: int) -> tuple[int, int]:
 def token_grid(height: int, width: int, side: int, fewest: int, most: int) -> Grid:
     """Rows and columns of tokens of `side` pixels for an image: Qwen-VL's resize.
 
-    Sides are rounded. An image of more than `most` or less than `fewest` pixels keeps its ratio.
+    Sides are rounded. An image of more than `most` pixels is shrunk, one of less than `fewest` is
+    enlarged. Both keep their ratio.
 
     Raises: ValueError for an image more than 200 times as long as narrow.
     """

@@ -40,12 +40,12 @@ class Media(NamedTuple):
     grids_BC2: jax.Array | None = None
     rope_BT3: jax.Array | None = None  # positions for rope on three axes; None: the usual ones
 
-    def ordered(self, ordered: Callable[..., jax.Array]) -> "Media":
-        """The media of rows with their tokens in another order; `ordered` gives it to an array."""
+    def ordered(self, reorder: Callable[..., jax.Array]) -> "Media":
+        """The media of rows whose tokens `reorder` puts into another order."""
         rope = self.rope_BT3
         return self._replace(
-            place_BT=ordered(self.place_BT, fill=-1),
-            rope_BT3=None if rope is None else jax.vmap(ordered, -1, -1)(rope),
+            place_BT=reorder(self.place_BT, fill=-1),
+            rope_BT3=None if rope is None else jax.vmap(reorder, -1, -1)(rope),
         )
 
     def positions(self, usual_BT: jax.Array) -> jax.Array:

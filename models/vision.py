@@ -129,8 +129,10 @@ def normalised(pixels_Lq: jax.Array, pixels: Pixels) -> jax.Array:
 
 
 def of_images(run: Callable[..., jax.Array], state: Any, *images: jax.Array) -> jax.Array:
-    """`run(state, *images)`; strictly one image after the other, whose bits then do not depend on
-    how many there are."""
+    """`run(state, *images)`. Strict programs run one image after the other.
+
+    The bits of an image then do not depend on the number of images.
+    """
     strict = strict_in_scope()
     if strict is None:
         return run(state, *images)

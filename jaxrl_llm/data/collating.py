@@ -118,7 +118,7 @@ def collate_records(
     is None. `size` pads the batch with copies of weight 0. `rows` are the rows of the
     batch to make, by default all; no other record is read.
 
-    Requires with `mismatched`: two records or `before`, or a record gets its own completion.
+    `mismatched` requires two records, or `before`. Else a record gets its own completion.
     """
     num = len(records)
     rows = range(max(num, size)) if rows is None else rows

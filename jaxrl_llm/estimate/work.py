@@ -51,7 +51,7 @@ class Model:
     adapters: int = 0  # parameters of a role that keeps adapters, and their base apart
     adapted: float = 0.0  # features in and out of all projections that have adapters
     merges: bool = False  # passes and updates compute with a merged copy of its weights
-    generates_merged: bool = False  # and the sampler does
+    generates_merged: bool = False  # the sampler computes with a merged copy
     float8: bool = False  # the projections, or those below its adapters, are frozen in float8
     encoder: int = 0  # parameters of its image encoder
     encoder_learns: int = 0  # parameters of the encoder that an update changes
